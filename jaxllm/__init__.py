@@ -1,0 +1,1 @@
+"""Train an LLM in JAX: POET, supervised fine-tuning and GRPO."""

@@ -1,0 +1,1 @@
+"""The networks: a Llama decoder, its layers and its initializers."""

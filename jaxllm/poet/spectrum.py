@@ -1,0 +1,90 @@
+"""What POET keeps and how far it drifts: angles, singular values, norms."""
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+
+from jaxllm.poet.cayley import skew
+
+_POWER_ITERATIONS = 16
+
+
+def singular_values(matrix: Array) -> Array:
+  """Singular values, largest first: `[..., m, n]` -> `[..., min(m, n)]`."""
+  return jnp.linalg.svd(matrix, compute_uv=False)
+
+
+def angles(v: Array) -> Array:
+  """Exact angle parameters theta >= 0 of Q = skew(v), largest first.
+
+  Q's eigenvalues are +-i theta (and a 0 if b is odd), so each theta appears
+  twice among its singular values; one of each pair is returned.
+
+  Args:
+    v: `[..., b(b-1)/2]`.
+
+  Returns:
+    `[..., b // 2]`, dimensionless; a plane turns by 2 arctan(theta) radians.
+  """
+  q_BB = skew(v)
+  return jnp.linalg.svd(q_BB, compute_uv=False)[
+    ..., : q_BB.shape[-1] // 2 * 2 : 2
+  ]
+
+
+def largest_angle(v: Array) -> Array:
+  """Estimate of max theta over all blocks, from below; cheap enough per step.
+
+  Sixteen power iterations with Q: x_(k+1) = Q x_k, and |x_(k+1)| / |x_k|
+  rises towards max theta because -Q^2 is symmetric. `angles` is exact.
+
+  Args:
+    v: `[..., b(b-1)/2]`.
+
+  Returns:
+    Scalar, v's dtype.
+  """
+  q_BB = skew(v)
+  start = jax.random.normal(jax.random.key(0), (q_BB.shape[-1],), v.dtype)
+  x_B = jnp.broadcast_to(start, q_BB.shape[:-1])
+  tiny = jnp.finfo(v.dtype).tiny
+
+  def advance(x_B, _):
+    x_B = x_B / jnp.maximum(jnp.linalg.norm(x_B, axis=-1, keepdims=True), tiny)
+    x_B = jnp.einsum('...ij,...j->...i', q_BB, x_B)
+    return x_B, jnp.max(jnp.linalg.norm(x_B, axis=-1))
+
+  _, theta = jax.lax.scan(advance, x_B, length=_POWER_ITERATIONS)
+  return theta[-1]
+
+
+def neumann_singular_values(theta: Array, terms: int) -> Array:
+  """Singular values |1 - (i theta)^(terms+1)| of Cayley-Neumann's planes.
+
+  Example (terms = 3, i.e. 1 - theta^4):
+    neumann_singular_values([0., 0.5], 3) = [1., 0.9375]
+  """
+  power = terms + 1
+  real = (1.0, 0.0, -1.0, 0.0)[power % 4]
+  imaginary = (0.0, 1.0, 0.0, -1.0)[power % 4]
+  size = theta**power
+  return jnp.hypot(1.0 - real * size, imaginary * size)
+
+
+def orthogonality_error(rotation: Array) -> Array:
+  """Largest |R^T R - I| entry over all blocks `[..., b, b]`; scalar."""
+  gram = jnp.einsum(
+    '...ki,...kj->...ij',
+    rotation,
+    rotation,
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  eye = jnp.eye(rotation.shape[-1], dtype=rotation.dtype)
+  return jnp.max(
+    jnp.abs(gram - eye.reshape((1,) * (gram.ndim - 2) + eye.shape))
+  )
+
+
+def frobenius_norm(matrix: Array) -> Array:
+  """Frobenius norm over the last two axes: `[..., m, n]` -> `[...]`."""
+  return jnp.sqrt(jnp.sum(jnp.square(matrix), axis=(-2, -1)))

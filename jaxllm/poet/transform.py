@@ -1,0 +1,256 @@
+r"""POET as a change of coordinates around any optax optimizer.
+
+Each weight matrix is W = R W0 P with W0 fixed and R, P orthogonal. An optimizer
+that wants to train R and P sees the dense gradient G = dL/dW, so every update
+
+  1. pulls G back to the skew coordinates (v_R, v_P) of the rotations,
+  2. runs `inner`, an ordinary optax transform, on those coordinates,
+  3. every `merge_every` steps merges: W0 <- R W0 P, v <- 0, new permutations,
+  4. rebuilds W = R W0 P and returns W - W_old.
+
+In the frame of the permutations (W' = Psi_R W0 Psi_P^T, see `sampling`) the
+rotations are block diagonal, so steps 1 and 4 are batched products of b x b
+blocks with slices of W', and no gather is ever differentiated. The params are
+the effective weights at all times: nothing is merged before evaluation or
+export.
+
+With `merge_every=1` every update starts at v = 0, where the derivative of R W P
+is dR W + W dP; W0 is W itself, and neither W0 nor v is stored.
+
+Qiu et al., `Reparameterized LLM Training via Orthogonal Equivalence
+Transformation <https://arxiv.org/abs/2506.08001>`_, 2025.
+"""
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+import jax.numpy as jnp
+import optax
+
+from jaxllm.poet import blocks
+from jaxllm.poet import frame as frame_lib
+from jaxllm.poet import readings as readings_lib
+from jaxllm.poet import restart
+from jaxllm.poet import state as state_lib
+from jaxllm.poet.state import PoetState
+from jaxllm.poet.state import Readings
+from jaxllm.poet.state import Settings
+
+
+def poet(
+  inner: optax.GradientTransformation,
+  *,
+  block_size: int | None = None,
+  fraction: float | None = None,
+  neumann_terms: int = 3,
+  merge_every: int = 400,
+  reset_inner: bool = True,
+  partitions: int = 1,
+  dimension_numbers: Any = None,
+  seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  """Trains weight matrices through orthogonal rotations of both sides.
+
+  Put it last in its chain: its update is the change of the weights themselves,
+  learning rate included. What `inner` sees, and any clipping in it, is the
+  gradient with respect to the skew coordinates. `inner.update` receives the
+  extra argument `steps_since_merge` (int32, 0 in the first step after one).
+
+  Args:
+    inner: any optax transform, learning rate included; its params are a tree
+      with a `Rotation` in place of every weight.
+    block_size: POET-BS: b, the size of every block; all rows and columns turn.
+    fraction: POET-FS: this share of the rows and of the columns turns, in one
+      block per partition. Exactly one of `block_size`, `fraction` is given.
+    neumann_terms: order k of the Cayley-Neumann series.
+    merge_every: merge after so many steps; 1 stores no W0.
+    reset_inner: whether a merge zeroes `inner`'s state; the counts of schedules
+      and injected hyperparameters run on all the same.
+    partitions: permutations stay inside so many contiguous groups of each dim.
+    dimension_numbers: which axes are the matrix: a `MatrixDimensions`, a tree
+      of them, a function from params to such a tree, or None for the last two
+      (input, output). All other axes are a stack of independent matrices.
+    seed: of the permutations.
+
+  Returns:
+    A transform whose `update(grads, state, params)` requires params.
+
+  Raises:
+    ValueError: for settings that cannot work; at init, with path and remedy,
+      for a leaf that is no matrix or whose dims the blocks do not divide.
+
+  Example:
+    >>> tx = poet(optax.adam(1e-3, eps=1e-6), block_size=2)
+    >>> state = tx.init({'kernel': jnp.ones((4, 6))})
+    >>> state.rotations['kernel'].right.shape
+    (3, 1)
+  """
+  if merge_every < 1:
+    raise ValueError(f'merge_every={merge_every}: give 1 step or more')
+  if merge_every == 1 and reset_inner:
+    raise ValueError(
+      'merge_every=1 with reset_inner=True would erase the inner state at every'
+      ' step: set reset_inner=False or merge less often'
+    )
+  if neumann_terms < 1:
+    raise ValueError(f'neumann_terms={neumann_terms}: give 1 or more')
+  settings = Settings(
+    blocks.Layout(
+      block_size, fraction, partitions, blocks.freeze(dimension_numbers)
+    ),
+    neumann_terms,
+    merge_every,
+    reset_inner,
+    seed,
+  )
+  inner = optax.with_extra_args_support(inner)
+  return optax.GradientTransformationExtraArgs(
+    functools.partial(_init, settings, inner),
+    functools.partial(_update, settings, inner),
+  )
+
+
+def effective_weights(state: PoetState, params: optax.Params) -> optax.Params:
+  """The weights R W0 P that `state` describes, in the params' dtype.
+
+  W_old + (W - W_old) differs from W in the last bit of some elements. A step
+  that assigns these weights instead of adding the update makes the params a
+  function of the state alone. Leaves without a stored W0 (`merge_every=1`) are
+  returned as they are.
+
+  Args:
+    state: of `poet`, after the update.
+    params: the params that `state` belongs to; dtypes and shapes count, and the
+      values of leaves without W0.
+
+  Returns:
+    A tree like params.
+  """
+  return _weights(state, params, state_lib.bases(state, params))
+
+
+def _init(
+  settings: Settings,
+  inner: optax.GradientTransformationExtraArgs,
+  params: optax.Params,
+) -> PoetState:
+  plans = blocks.plans(settings.layout, params)
+  w0 = jax.tree.map(lambda p: state_lib.new_base(settings, p), params)
+  coordinates = jax.tree.map(state_lib.zero_rotation, params, plans)
+  rotations = coordinates
+  if settings.merge_every == 1:
+    rotations = jax.tree.map(lambda _: optax.MaskedNode(), params)
+  return PoetState(
+    count=jnp.zeros([], jnp.int32),
+    w0=w0,
+    rotations=rotations,
+    inner=inner.init(coordinates),
+    merges=jnp.zeros([], jnp.int32),
+    norms=jax.tree.map(state_lib.norms, params, w0, plans),
+    readings=Readings(*(jnp.zeros([], jnp.float32) for _ in range(3))),
+    settings=settings,
+  )
+
+
+def _update(
+  settings: Settings,
+  inner: optax.GradientTransformationExtraArgs,
+  updates: optax.Updates,
+  state: PoetState,
+  params: optax.Params | None = None,
+  **extra_args: Any,
+) -> tuple[optax.Updates, PoetState]:
+  if params is None:
+    raise ValueError('poet rotates the params: pass them to update')
+  tree = jax.tree.structure(params)
+  plans = tree.flatten_up_to(blocks.plans(settings.layout, params))
+  merges = state.count // settings.merge_every
+  frames = frame_lib.frames(settings, merges, plans)
+  bases = state_lib.bases(state, params)
+  before = state_lib.rotations(state, params)
+  gradients = frame_lib.pull_back(
+    settings, frames, bases, before, tree.flatten_up_to(updates)
+  )
+  steps, inner_state = inner.update(
+    tree.unflatten(gradients),
+    state.inner,
+    tree.unflatten(before),
+    steps_since_merge=state.count % settings.merge_every,
+    **extra_args,
+  )
+  rotations = tree.flatten_up_to(
+    optax.apply_updates(tree.unflatten(before), steps)
+  )
+  readings = readings_lib.measure(state, params, rotations)
+  bases, rotations, inner_state = _merge_when_due(
+    state, inner, tree, frames, bases, rotations, inner_state
+  )
+  # Where W itself serves as base, none is stored.
+  w0 = tree.unflatten(
+    old if isinstance(old, optax.MaskedNode) else base
+    for base, old in zip(bases, tree.flatten_up_to(state.w0), strict=True)
+  )
+  if settings.merge_every > 1:
+    state = state._replace(rotations=tree.unflatten(rotations))
+  state = state._replace(
+    count=optax.safe_increment(state.count),
+    w0=w0,
+    inner=inner_state,
+    merges=merges,
+    readings=readings,
+  )
+  weights = _weights(state, params, bases)
+  norms = jax.tree.map(state_lib.norms, weights, w0, tree.unflatten(plans))
+  changes = jax.tree.map(jnp.subtract, weights, params)
+  return changes, state._replace(norms=norms)
+
+
+def _merge_when_due(
+  state: PoetState,
+  inner: optax.GradientTransformationExtraArgs,
+  tree: jax.tree_util.PyTreeDef,
+  frames: Sequence[frame_lib.Frame],
+  *operands: Any,
+) -> Any:
+  """Bases, rotations and inner state after the merge that this step ends with.
+
+  Args:
+    state: before the update.
+    inner: the inner optimizer.
+    tree: structure of the params.
+    frames: of this update, one per leaf.
+    *operands: bases, new rotations (lists over leaves) and inner state.
+  """
+  settings = state.settings
+
+  def merge(bases, rotations, inner_state):
+    merged = frame_lib.rebuild(settings, frames, bases, rotations)
+    zeros = jax.tree.map(jnp.zeros_like, rotations)
+    if settings.reset_inner:
+      fresh = inner.init(tree.unflatten(zeros))
+      inner_state = restart.restart(inner_state, fresh)
+    return merged, zeros, inner_state
+
+  if settings.merge_every == 1:
+    return merge(*operands)
+  is_due = (state.count + 1) % settings.merge_every == 0
+  return jax.lax.cond(is_due, merge, lambda *kept: kept, *operands)
+
+
+def _weights(
+  state: PoetState, params: optax.Params, bases: Sequence[Array]
+) -> optax.Params:
+  """Effective weights of all leaves, in the params' dtype."""
+  settings = state.settings
+  leaves, tree = jax.tree.flatten(params)
+  if settings.merge_every > 1:
+    plans = tree.flatten_up_to(blocks.plans(settings.layout, params))
+    frames = frame_lib.frames(settings, state.merges, plans)
+    rotations = tree.flatten_up_to(state.rotations)
+    bases = frame_lib.rebuild(settings, frames, bases, rotations)
+  return tree.unflatten(
+    base.astype(param.dtype) for base, param in zip(bases, leaves, strict=True)
+  )

@@ -1,0 +1,1 @@
+"""The training step: objectives, optimizers, state, metrics."""

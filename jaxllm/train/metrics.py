@@ -1,0 +1,70 @@
+"""Numbers derived from a step's own: perplexity, MFU, signs of divergence."""
+
+import math
+
+# Dense bfloat16 peak of one device, FLOP/s, without sparsity; the vendors' data
+# sheets. A device that is not here gets no MFU.
+PEAK_FLOPS = {
+  'NVIDIA A100-SXM4-40GB': 312e12,
+  'NVIDIA A100-SXM4-80GB': 312e12,
+  'NVIDIA A100 80GB PCIe': 312e12,
+  'NVIDIA H100 80GB HBM3': 989e12,
+  'NVIDIA H100 PCIe': 756e12,
+  'NVIDIA H200': 989e12,
+  'TPU v4': 275e12,
+  'TPU v5 lite': 197e12,
+  'TPU v5p': 459e12,
+  'TPU v6 lite': 918e12,
+}
+
+# Cayley-Neumann at k = 3 shrinks a plane by theta^4: 6% at 0.5, all of it at 1.
+ANGLE_WARNING = 0.5
+ANGLE_LIMIT = 1.0
+
+
+def perplexity(loss: float) -> float:
+  """exp(loss), infinite where it overflows.
+
+  Example:
+    perplexity(0.0) = 1.0
+  """
+  return math.exp(loss) if loss < 700 else math.inf
+
+
+def model_flops_utilization(
+  tokens_per_s: float, flops_per_token: float, device_kind: str, devices: int
+) -> float | None:
+  """Share of the devices' peak that the model's own FLOPs use, or None.
+
+  Args:
+    tokens_per_s: over all devices.
+    flops_per_token: of training, `decoder.flops_per_token`.
+    device_kind: `jax.Device.device_kind`.
+    devices: how many of them.
+  """
+  peak = PEAK_FLOPS.get(device_kind)
+  if peak is None:
+    return None
+  return tokens_per_s * flops_per_token / (peak * devices)
+
+
+def problem(values: dict[str, float]) -> str | None:
+  """Why training must not go on from these metrics, or None.
+
+  Args:
+    values: of one step, as `train_step` names them.
+  """
+  for name in ('loss', 'grad_norm'):
+    if not math.isfinite(values[name]):
+      return (
+        f'{name} is {values[name]}: lower the learning rate, clip harder, or'
+        ' look at the data of this step'
+      )
+  angle = values.get('poet/largest_angle', 0.0)
+  if not angle < ANGLE_LIMIT:
+    return (
+      f"POET's largest angle is {angle:.3f}: the Cayley-Neumann series diverges"
+      f' from {ANGLE_LIMIT:g} on; lower optimizer.poet.learning_rate or'
+      ' optimizer.poet.merge_every'
+    )
+  return None

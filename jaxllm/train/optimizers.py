@@ -1,0 +1,323 @@
+"""AdamW, Muon and POET for a decoder, chosen per path by a strict table.
+
+Decoder matrices go to the named optimizer; embedding, head, norms and biases
+to AdamW whichever it is. Weight decay applies to matrices and embeddings, never
+to norms, biases or POET's matrices, whose spectrum is fixed.
+
+Gradient clipping is joint over all parameters for `adamw` and `muon`. Under
+`poet` the two groups are clipped apart: POET's norm is that of the skew
+coordinates' gradient, which only exists inside the transform. (The published
+code clips over both together.)
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import re
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax import Array
+import optax
+
+from jaxllm import poet as poet_lib
+
+# (pattern of the whole path, group); the first match wins, no match is an error.
+PARAMETER_GROUPS = (
+  (r'layers/(attention|mlp)/\w+_proj/kernel', 'matrix'),
+  (r'(embed/embedding|lm_head/kernel)', 'embedding'),
+  (r'(layers/\w+_norm|final_norm)/scale', 'vector'),
+  (r'layers/(attention|mlp)/\w+_proj/bias', 'vector'),
+)
+NAMES = ('adamw', 'muon', 'poet')
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWConfig:
+  """AdamW; also of everything but the matrices under `muon` and `poet`.
+
+  Attributes:
+    learning_rate: peak.
+    beta1: decay of the first moment.
+    beta2: decay of the second moment.
+    epsilon: added to the root of the second moment.
+    weight_decay: decoupled, times the learning rate.
+    clip_norm: global gradient norm above which gradients are scaled down.
+  """
+
+  learning_rate: float
+  beta1: float
+  beta2: float
+  epsilon: float
+  weight_decay: float
+  clip_norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonConfig:
+  """Muon on the decoder's matrices.
+
+  Attributes:
+    learning_rate: peak; updates have RMS 0.2 before it, as AdamW's have.
+    beta: momentum, Nesterov.
+    weight_decay: decoupled, times the learning rate.
+  """
+
+  learning_rate: float
+  beta: float
+  weight_decay: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PoetConfig:
+  """POET-BS with Adam inside on the decoder's matrices.
+
+  Attributes:
+    learning_rate: peak; learning_rate x block_size is about constant.
+    beta1: decay of the first moment.
+    beta2: decay of the second moment.
+    epsilon: added to the root of the second moment.
+    clip_norm: norm of the skew coordinates' gradient.
+    block_size: b; divides every width of the decoder's matrices.
+    neumann_terms: k of the Cayley-Neumann series.
+    merge_every: steps between merges.
+    reset_inner: whether a merge zeroes Adam's state.
+    partitions: groups of each dim that permutations do not leave.
+    seed: of the permutations.
+  """
+
+  learning_rate: float
+  beta1: float
+  beta2: float
+  epsilon: float
+  clip_norm: float
+  block_size: int
+  neumann_terms: int
+  merge_every: int
+  reset_inner: bool
+  partitions: int
+  seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """Which optimizer, its schedule, and the settings of each.
+
+  Attributes:
+    name: 'adamw', 'muon' or 'poet'.
+    warmup_steps: linear from 0; then cosine until the last step.
+    final_fraction: of the peak learning rate at the last step.
+    adamw: see `AdamWConfig`.
+    muon: see `MuonConfig`.
+    poet: see `PoetConfig`.
+  """
+
+  name: str
+  warmup_steps: int
+  final_fraction: float
+  adamw: AdamWConfig
+  muon: MuonConfig
+  poet: PoetConfig
+
+  def __post_init__(self):
+    if self.name not in NAMES:
+      raise ValueError(
+        f'optimizer.name={self.name!r}: choose one of {", ".join(NAMES)}'
+      )
+
+  @classmethod
+  def from_dict(cls, values: Mapping[str, Any]) -> 'OptimizerConfig':
+    """Builds a config of nested dicts; unknown or missing names are errors."""
+    parts = {'adamw': AdamWConfig, 'muon': MuonConfig, 'poet': PoetConfig}
+    built = dict(values)
+    for name, kind in parts.items():
+      if isinstance(values.get(name), Mapping):
+        built[name] = _build(kind, values[name], f'optimizer.{name}')
+    return _build(cls, built, 'optimizer')
+
+
+class Optimizer(NamedTuple):
+  """An optax transform with the two things a training step needs besides.
+
+  Attributes:
+    transform: init and update.
+    schedules: learning rate by step, one per log name.
+    assign: `(params, updates, opt_state) -> params`; like
+      `optax.apply_updates`, but POET's leaves become the weights that the state
+      describes, so that W0 and the coordinates determine the params' bits.
+    readings: `opt_state -> dict` of scalars to log.
+  """
+
+  transform: optax.GradientTransformation
+  schedules: dict[str, optax.Schedule]
+  assign: Callable[[Any, Any, Any], Any]
+  readings: Callable[[Any], dict[str, Array]]
+
+
+def build(config: OptimizerConfig, num_steps: int) -> Optimizer:
+  """Builds the named optimizer for a run of `num_steps` optimizer steps."""
+
+  def schedule(peak: float) -> optax.Schedule:
+    if config.warmup_steps >= num_steps:
+      raise ValueError(
+        f'optimizer.warmup_steps={config.warmup_steps} leaves nothing of'
+        f' train.steps={num_steps}: lower it'
+      )
+    return optax.warmup_cosine_decay_schedule(
+      init_value=0.0 if config.warmup_steps else peak,
+      peak_value=peak,
+      warmup_steps=config.warmup_steps,
+      decay_steps=num_steps,
+      end_value=peak * config.final_fraction,
+    )
+
+  adamw_schedule = schedule(config.adamw.learning_rate)
+  groups = _adamw_groups(config.adamw, adamw_schedule)
+  clip = optax.clip_by_global_norm(config.adamw.clip_norm)
+  schedules = {'learning_rate': adamw_schedule}
+  if config.name == 'adamw':
+    transform = optax.chain(clip, optax.partition(groups, parameter_groups))
+    return Optimizer(transform, schedules, _add, lambda state: {})
+  if config.name == 'muon':
+    schedules['learning_rate/muon'] = schedule(config.muon.learning_rate)
+    groups['matrix'] = _muon(config.muon, schedules['learning_rate/muon'])
+    transform = optax.chain(clip, optax.partition(groups, parameter_groups))
+    return Optimizer(transform, schedules, _add, lambda state: {})
+  schedules['learning_rate/poet'] = schedule(config.poet.learning_rate)
+  rest = optax.chain(
+    clip,
+    optax.partition(
+      {name: groups[name] for name in ('embedding', 'vector')},
+      parameter_groups,
+    ),
+  )
+  transform = optax.partition(
+    {'poet': _poet(config.poet, schedules['learning_rate/poet']), 'rest': rest},
+    lambda params: jax.tree.map(
+      lambda group: 'poet' if group == 'matrix' else 'rest',
+      parameter_groups(params),
+    ),
+  )
+  return Optimizer(transform, schedules, _assign_poet, _poet_readings)
+
+
+def parameter_groups(params: Any) -> Any:
+  """Tree of group names by `PARAMETER_GROUPS`.
+
+  Raises:
+    ValueError: a path matches no pattern.
+  """
+
+  def group(path, _) -> str:
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    for pattern, value in PARAMETER_GROUPS:
+      if re.fullmatch(pattern, name):
+        return value
+    raise ValueError(
+      f'no optimizer group matches {name}: add it to PARAMETER_GROUPS'
+    )
+
+  return jax.tree_util.tree_map_with_path(group, params)
+
+
+def _adamw_groups(
+  config: AdamWConfig, schedule: optax.Schedule
+) -> dict[str, optax.GradientTransformation]:
+  def adamw(weight_decay: float) -> optax.GradientTransformation:
+    return optax.adamw(
+      schedule,
+      b1=config.beta1,
+      b2=config.beta2,
+      eps=config.epsilon,
+      weight_decay=weight_decay,
+    )
+
+  return {
+    'matrix': adamw(config.weight_decay),
+    'embedding': adamw(config.weight_decay),
+    'vector': adamw(0.0),
+  }
+
+
+def _muon(
+  config: MuonConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+  def dimensions(params: Any) -> Any:
+    # Layers are stacked on axis 0: without this Muon would mix them.
+    return jax.tree.map(
+      lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params
+    )
+
+  return optax.chain(
+    optax.contrib.scale_by_muon(
+      beta=config.beta, nesterov=True, weight_dimension_numbers=dimensions
+    ),
+    optax.contrib.scale_by_shape(
+      weight_dimension_numbers=dimensions, consistent_rms=0.2
+    ),
+    optax.add_decayed_weights(config.weight_decay),
+    optax.scale_by_learning_rate(schedule),
+  )
+
+
+def _poet(
+  config: PoetConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+  inner = optax.chain(
+    optax.clip_by_global_norm(config.clip_norm),
+    optax.adam(schedule, b1=config.beta1, b2=config.beta2, eps=config.epsilon),
+  )
+  return poet_lib.poet(
+    inner,
+    block_size=config.block_size,
+    neumann_terms=config.neumann_terms,
+    merge_every=config.merge_every,
+    reset_inner=config.reset_inner,
+    partitions=config.partitions,
+    seed=config.seed,
+  )
+
+
+def _add(params: Any, updates: Any, opt_state: Any) -> Any:
+  del opt_state
+  return optax.apply_updates(params, updates)
+
+
+def _poet_state(opt_state: Any) -> poet_lib.PoetState:
+  return opt_state.inner_states['poet'].inner_state
+
+
+def _assign_poet(params: Any, updates: Any, opt_state: Any) -> Any:
+  added = optax.apply_updates(params, updates)
+  state = _poet_state(opt_state)
+  # The state's trees have a node without leaves where a param is not POET's.
+  is_rest = jax.tree.map(
+    lambda group: group != 'matrix', parameter_groups(params)
+  )
+  masked = jax.tree.map(
+    lambda rest, param: optax.MaskedNode() if rest else param, is_rest, added
+  )
+  weights = poet_lib.effective_weights(state, masked)
+  return jax.tree.map(
+    lambda rest, param, weight: param if rest else weight,
+    is_rest,
+    added,
+    weights,
+  )
+
+
+def _poet_readings(opt_state: Any) -> dict[str, Array]:
+  readings = _poet_state(opt_state).readings
+  return {f'poet/{name}': value for name, value in readings._asdict().items()}
+
+
+def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
+  names = [field.name for field in dataclasses.fields(kind)]
+  if unknown := sorted(set(values) - set(names)):
+    raise ValueError(
+      f'{where}: unknown {", ".join(unknown)}; the names are {", ".join(names)}'
+    )
+  if missing := [name for name in names if name not in values]:
+    raise ValueError(f'{where}: missing {", ".join(missing)}; add them')
+  return kind(**values)

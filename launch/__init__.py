@@ -1,0 +1,1 @@
+"""Processes and I/O: a control plane that never imports jax, and workers."""

@@ -1,0 +1,1 @@
+"""The control plane: keeps a worker training, and never imports jax."""

@@ -1,0 +1,1 @@
+"""The worker: the process that holds the devices and trains."""

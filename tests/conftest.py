@@ -1,0 +1,17 @@
+"""Sets JAX up for every test: CPU, 8 devices, strict promotion, one cache."""
+
+import os
+import tempfile
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('NPROC', '2')
+
+import jax
+
+jax.config.update('jax_num_cpu_devices', 8)
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+jax.config.update(
+  'jax_compilation_cache_dir',
+  os.path.join(tempfile.gettempdir(), f'jaxllm-test-cache-{os.getuid()}'),
+)
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)

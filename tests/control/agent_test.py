@@ -1,0 +1,268 @@
+"""The agent with real processes: whatever a worker does, its end is told."""
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import time
+
+import pytest
+
+from launch.control import agent as agent_lib
+from launch.control import protocol
+
+Kind = protocol.EventKind
+
+_PREAMBLE = """
+import os, signal, sys, time
+from launch.control import protocol
+from launch.worker import reporter
+Kind = protocol.EventKind
+fd = int(sys.argv[-1].removeprefix('--events_fd='))
+sender = reporter.Reporter(fd)
+"""
+
+
+class Watched:
+  """An agent whose worker runs `source`, and the events it delivered."""
+
+  def __init__(self, directory, source, command=None):
+    self.log_path = str(directory / 'worker.log')
+    self.lock = open(directory / 'lock', 'w')  # noqa: SIM115
+    self.inbox = queue.Queue()
+    self.pids = []
+    self.agent = agent_lib.Agent(
+      command=command or [sys.executable, '-c', _PREAMBLE + source],
+      environment={'NPROC': '3'},
+      log_path=self.log_path,
+      lock_fd=self.lock.fileno(),
+      on_worker_pid=self.pids.append,
+      deliver=self.inbox.put,
+    )
+
+  def run(self, attempt=1):
+    """Starts the worker and returns everything until its end."""
+    events = list(self.agent.start(attempt))
+    while events[-1].kind != Kind.WORKER_EXITED:
+      events.append(self.next())
+    return events
+
+  def next(self):
+    return self.inbox.get(timeout=20)
+
+  def log(self):
+    with open(self.log_path) as file:
+      return file.read()
+
+  def wait_for(self, text):
+    event = self.next()
+    assert event.data.get('text') == text, event
+
+
+@pytest.fixture
+def watch(tmp_path):
+  with contextlib.ExitStack() as stack:
+
+    def make(source, command=None):
+      watched = Watched(tmp_path, source, command)
+      stack.callback(watched.lock.close)
+      stack.callback(watched.agent.close)
+      return watched
+
+    yield make
+
+
+def _is_gone(pid):
+  """Whether a process ended; a zombie that its parent has yet to reap did."""
+  try:
+    with open(f'/proc/{pid}/stat') as file:
+      return file.read().rsplit(')', 1)[1].split()[0] == 'Z'
+  except FileNotFoundError:
+    return True
+
+
+def _wait_until(condition):
+  deadline = time.monotonic() + 20
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def test_events_arrive_in_order_before_the_end(watch):
+  watched = watch("""
+print('to the log', os.environ['NPROC'])
+for step in range(500):
+  sender.send(Kind.PROGRESS, step=step, done=step)
+""")
+  first, *progress, last = watched.run()
+  assert first.data == {'attempt': 1, 'pid': watched.pids[0]}
+  assert [event.step for event in progress] == list(range(500))
+  assert last.data == {'attempt': 1, 'exit_code': 0, 'log_tail': ''}
+  assert 'to the log 3' in watched.log()
+
+
+def test_a_crash_without_a_word_shows_the_end_of_its_log_only(watch):
+  watched = watch("""
+for number in range(100):
+  print('line', number)
+raise SystemError('boom')
+""")
+  for attempt in (1, 2):
+    last = watched.run(attempt)[-1]
+    assert last.data['exit_code'] == 1
+    lines = last.data['log_tail'].split('\n')
+    assert lines[-1] == 'SystemError: boom'
+    assert len(lines) == agent_lib.LOG_TAIL_LINES
+  assert '=== attempt 2' in watched.log()
+
+
+def test_the_tail_holds_nothing_of_an_earlier_attempt(watch):
+  watched = watch("print('only this'); os._exit(1)")
+  watched.run(1)
+  assert watched.run(2)[-1].data['log_tail'] == 'only this'
+
+
+def test_a_crash_that_explained_itself_needs_no_log(watch):
+  watched = watch("""
+print('noise')
+sender.send(Kind.ERROR, text='out of memory', exit_code=11, traceback='')
+os._exit(11)
+""")
+  _, error, last = watched.run()
+  assert error.data['text'] == 'out of memory'
+  assert last.data == {'attempt': 1, 'exit_code': 11, 'log_tail': ''}
+
+
+def test_a_signal_is_told_as_a_shell_would(watch):
+  watched = watch('os.kill(os.getpid(), signal.SIGKILL)')
+  assert watched.run()[-1].data['exit_code'] == 128 + 9
+
+
+def test_garbage_on_the_pipe_becomes_a_few_warnings(watch):
+  watched = watch("""
+sender.send(Kind.MESSAGE, text='before')
+os.write(fd, b'garbage\\n')
+os.write(fd, b'{"kind":"run_ended"}\\n')
+event = protocol.Event(Kind.RUN_ENDED, 'controller', 1.0, None,
+                       {'exit_code': 0, 'text': ''})
+os.write(fd, protocol.encode(event))
+big = b'x' * (1 << 16)
+for _ in range(40):
+  os.write(fd, big)
+os.write(fd, b'\\n')
+for _ in range(1000):
+  os.write(fd, b'?\\n')
+sender.send(Kind.MESSAGE, text='after')
+os.write(fd, b'{"kind":"mess')
+""")
+  events = watched.run()
+  kinds = [event.kind for event in events]
+  assert Kind.RUN_ENDED not in kinds
+  texts = [event.data.get('text', '') for event in events]
+  assert 'before' in texts
+  assert 'after' in texts
+  warnings = [event for event in events if event.kind == Kind.WARNING]
+  assert len(warnings) == 11
+  assert any('longer than 1048576 bytes' in text for text in texts)
+  assert 'dropped 1004 lines' in texts[-2]
+  assert kinds[-1] == Kind.WORKER_EXITED
+
+
+def test_a_flood_is_read_to_its_end(watch):
+  watched = watch("""
+for number in range(20_000):
+  sender.send(Kind.MESSAGE, text=str(number))
+os.kill(os.getpid(), signal.SIGKILL)
+""")
+  events = watched.run()
+  assert [event.data['text'] for event in events[1:-1]] == [
+    str(number) for number in range(20_000)
+  ]
+
+
+def test_children_die_with_the_worker_even_if_they_hold_its_pipe(watch):
+  watched = watch("""
+if child := os.fork():
+  sender.send(Kind.MESSAGE, text=str(child))
+  os._exit(1)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(600)
+""")
+  _, message, last = watched.run()
+  assert last.data['exit_code'] == 1
+  _wait_until(lambda: _is_gone(int(message.data['text'])))
+
+
+def test_a_child_that_floods_the_pipe_does_not_keep_the_end_back(watch):
+  watched = watch("""
+if os.fork():
+  os._exit(1)
+os.setsid()
+deadline = time.monotonic() + 60
+while time.monotonic() < deadline and sender.connected:
+  sender.send(Kind.PROGRESS, done=0)
+""")
+  begun = time.monotonic()
+  assert watched.run()[-1].data['exit_code'] == 1
+  assert time.monotonic() < begun + 20
+
+
+def test_a_worker_asked_to_end_may_take_its_time(watch):
+  watched = watch("""
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+sender.send(Kind.MESSAGE, text='ready')
+while not stop:
+  time.sleep(0.01)
+time.sleep(0.2)
+sender.send(Kind.MESSAGE, text=f'asked {len(stop)} times')
+sys.exit(13)
+""")
+  watched.agent.start(1)
+  watched.wait_for('ready')
+  watched.agent.terminate()
+  watched.agent.terminate()
+  watched.wait_for('asked 1 times')
+  assert watched.next().data['exit_code'] == 13
+  watched.agent.terminate()  # Of no effect, and no error.
+  watched.agent.kill()
+
+
+def test_a_worker_that_does_not_end_is_killed_and_reaped(watch):
+  watched = watch("""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sender.send(Kind.MESSAGE, text='ready')
+time.sleep(600)
+""")
+  watched.agent.start(1)
+  watched.wait_for('ready')
+  watched.agent.terminate()
+  assert watched.agent.is_running()
+  watched.agent.close()
+  assert watched.next().data['exit_code'] == 128 + signal.SIGKILL
+  assert not os.path.exists(f'/proc/{watched.pids[0]}')
+
+
+def test_a_worker_that_cannot_be_started_is_a_failed_attempt(watch):
+  watched = watch('', command=['/nowhere/python'])
+  started, error, exited = watched.agent.start(1)
+  assert started.kind == Kind.WORKER_STARTED
+  assert '/nowhere/python' in error.data['text']
+  assert exited.data['exit_code'] == protocol.ExitCode.CRASHED
+
+
+def test_a_worker_that_closes_its_pipe_is_watched_to_its_end(watch):
+  watched = watch('os.close(fd); time.sleep(0.5); os._exit(12)')
+  assert watched.run()[-1].data['exit_code'] == 12
+
+
+def test_lines_are_cut_at_any_chunk_boundary():
+  stream = b'a\n\nbcd\nlonger\nef\ntoo long as well\n\nxyz\nrest'
+  expected = [b'a', b'', b'bcd', None, b'ef', None, b'', b'xyz']
+  for size in range(1, len(stream) + 1):
+    splitter = agent_lib.LineSplitter(max_line_bytes=4)
+    lines = []
+    for start in range(0, len(stream), size):
+      lines += splitter.split(stream[start : start + size])
+    assert lines == expected, size
