@@ -47,14 +47,6 @@ class Drawn(NamedTuple):
   sampling_log_probs: Array
 
 
-class _State(NamedTuple):
-  """The loop's: `step` tokens of each row are drawn, all but the last read."""
-
-  step: Array
-  generation: Generation
-  cache: layers.KVCache
-
-
 def generate(
   model: decoder.Decoder,
   params: Mapping[str, Any],
@@ -82,7 +74,7 @@ def generate(
   Args:
     model: the decoder.
     params: its parameters.
-    prompts: `[B, P]` tokens, padded on the right with any id.
+    prompts: `[B, P]` tokens, padded on the right with any of the ids.
     prompt_lengths: `[B]`, from 1 to P.
     key: a random key.
     max_new_tokens: N, at least 1.
@@ -101,41 +93,11 @@ def generate(
   Raises:
     ValueError: an argument is outside its range.
   """
-  _check(prompts, prompt_lengths, max_new_tokens, temperature, top_k, top_p)
-  batch_size, prompt_size = prompts.shape
-  positions = jnp.broadcast_to(jnp.arange(prompt_size)[None], prompts.shape)
-  cache = decoder.init_cache(
-    model.config, batch_size, prompt_size + max_new_tokens
+  options = _Options(
+    max_new_tokens, temperature, top_k, top_p, end_tokens, pad_id
   )
-
-  def extend(generation: Generation, step: Array, logits: Array) -> Generation:
-    drawn = draw(
-      logits, jax.random.fold_in(key, step), temperature, top_k, top_p
-    )
-    return _append(generation, step, drawn, end_tokens, pad_id)
-
-  def unfinished(state: _State) -> Array:
-    return (state.step < max_new_tokens) & ~jnp.all(state.generation.ended)
-
-  def advance(state: _State) -> _State:
-    last = state.step - 1
-    tokens = state.generation.tokens[:, last][:, None]
-    positions = (prompt_lengths + last)[:, None]
-    first = jnp.zeros_like(prompt_lengths)
-    logits, cache = _read(model, params, tokens, positions, first, state.cache)
-    generation = extend(state.generation, state.step, logits)
-    return _State(state.step + 1, generation, cache)
-
-  with jax.named_scope('prefill'):
-    logits, cache = _read(
-      model, params, prompts, positions, prompt_lengths - 1, cache
-    )
-    generation = extend(
-      _empty(batch_size, max_new_tokens, pad_id), jnp.int32(0), logits
-    )
-  with jax.named_scope('decode'):
-    state = _State(jnp.int32(1), generation, cache)
-    return jax.lax.while_loop(unfinished, advance, state).generation
+  _check(prompts, prompt_lengths, options)
+  return _generate(model, params, prompts, prompt_lengths, key, options)
 
 
 def draw(
@@ -192,6 +154,65 @@ def filter_logits(logits_BV: Array, top_k: int, top_p: float) -> Array:
   return jnp.full_like(logits_BV, -jnp.inf).at[rows, tokens].set(descending)
 
 
+class _Options(NamedTuple):
+  """The keyword arguments of `generate`."""
+
+  max_new_tokens: int
+  temperature: float
+  top_k: int
+  top_p: float
+  end_tokens: tuple[int, ...]
+  pad_id: int
+
+
+class _State(NamedTuple):
+  """The loop's: `step` tokens of each row are drawn, all but the last read."""
+
+  step: Array
+  generation: Generation
+  cache: layers.KVCache
+
+
+def _generate(
+  model: decoder.Decoder,
+  params: Mapping[str, Any],
+  prompts: Array,
+  prompt_lengths: Array,
+  key: Array,
+  options: _Options,
+) -> Generation:
+  batch_size, prompt_size = prompts.shape
+  positions = jnp.broadcast_to(jnp.arange(prompt_size)[None], prompts.shape)
+  empty_cache = decoder.init_cache(
+    model.config, batch_size, prompt_size + options.max_new_tokens
+  )
+
+  def is_unfinished(state: _State) -> Array:
+    return (state.step < options.max_new_tokens) & ~jnp.all(
+      state.generation.ended
+    )
+
+  def advance(state: _State) -> _State:
+    last = state.step - 1
+    tokens = state.generation.tokens[:, last][:, None]
+    positions = (prompt_lengths + last)[:, None]
+    first = jnp.zeros_like(prompt_lengths)
+    logits, cache = _read(model, params, tokens, positions, first, state.cache)
+    generation = _extend(state.generation, state.step, logits, key, options)
+    return _State(state.step + 1, generation, cache)
+
+  with jax.named_scope('prefill'):
+    logits, cache = _read(
+      model, params, prompts, positions, prompt_lengths - 1, empty_cache
+    )
+    generation = _extend(
+      _empty(batch_size, options), jnp.int32(0), logits, key, options
+    )
+  with jax.named_scope('decode'):
+    state = _State(jnp.int32(1), generation, cache)
+    return jax.lax.while_loop(is_unfinished, advance, state).generation
+
+
 def _read(
   model: decoder.Decoder,
   params: Mapping[str, Any],
@@ -222,17 +243,24 @@ def _select(values_BV: Array, tokens_B: Array) -> Array:
   return jnp.take_along_axis(values_BV, tokens_B[:, None], axis=-1)[:, 0]
 
 
-def _append(
+def _extend(
   generation: Generation,
   step: Array,
-  drawn: Drawn,
-  end_tokens: tuple[int, ...],
-  pad_id: int,
+  logits_BV: Array,
+  key: Array,
+  options: _Options,
 ) -> Generation:
-  """Writes column `step`; rows that have ended get padding."""
+  """Draws and writes column `step`; rows that have ended get padding."""
+  drawn = draw(
+    logits_BV,
+    jax.random.fold_in(key, step),
+    options.temperature,
+    options.top_k,
+    options.top_p,
+  )
   live = ~generation.ended
-  tokens = jnp.where(live, drawn.tokens.astype(jnp.int32), pad_id)
-  is_end = jnp.isin(tokens, jnp.array(end_tokens, jnp.int32))
+  tokens = jnp.where(live, drawn.tokens.astype(jnp.int32), options.pad_id)
+  is_end = jnp.isin(tokens, jnp.array(options.end_tokens, jnp.int32))
   sampling_log_probs = jnp.where(live, drawn.sampling_log_probs, 0.0)
   return Generation(
     tokens=generation.tokens.at[:, step].set(tokens),
@@ -247,10 +275,10 @@ def _append(
   )
 
 
-def _empty(batch_size: int, max_new_tokens: int, pad_id: int) -> Generation:
-  shape = (batch_size, max_new_tokens)
+def _empty(batch_size: int, options: _Options) -> Generation:
+  shape = (batch_size, options.max_new_tokens)
   return Generation(
-    tokens=jnp.full(shape, pad_id, jnp.int32),
+    tokens=jnp.full(shape, options.pad_id, jnp.int32),
     log_probs=jnp.zeros(shape, jnp.float32),
     sampling_log_probs=jnp.zeros(shape, jnp.float32),
     lengths=jnp.zeros(batch_size, jnp.int32),
@@ -258,14 +286,7 @@ def _empty(batch_size: int, max_new_tokens: int, pad_id: int) -> Generation:
   )
 
 
-def _check(
-  prompts: Array,
-  prompt_lengths: Array,
-  max_new_tokens: int,
-  temperature: float,
-  top_k: int,
-  top_p: float,
-) -> None:
+def _check(prompts: Array, prompt_lengths: Array, options: _Options) -> None:
   if prompts.ndim != 2 or 0 in prompts.shape:
     raise ValueError(
       f'prompts has shape {prompts.shape}; pass [B, P] with at least one '
@@ -276,11 +297,15 @@ def _check(
       f'prompt_lengths has shape {prompt_lengths.shape}; pass one length for '
       f'each of the {prompts.shape[0]} prompts'
     )
-  if max_new_tokens < 1:
-    raise ValueError(f'max_new_tokens={max_new_tokens}; ask for at least 1')
-  if not temperature >= 0.0:
-    raise ValueError(f'temperature={temperature}; use 0 (greedy) or above')
-  if top_k < 0:
-    raise ValueError(f'top_k={top_k}; use 0 (off) or above')
-  if not 0.0 < top_p <= 1.0:
-    raise ValueError(f'top_p={top_p}; use a value in (0, 1], 1 is off')
+  if options.max_new_tokens < 1:
+    raise ValueError(
+      f'max_new_tokens={options.max_new_tokens}; ask for at least 1'
+    )
+  if not options.temperature >= 0.0:
+    raise ValueError(
+      f'temperature={options.temperature}; use 0 (greedy) or above'
+    )
+  if options.top_k < 0:
+    raise ValueError(f'top_k={options.top_k}; use 0 (off) or above')
+  if not 0.0 < options.top_p <= 1.0:
+    raise ValueError(f'top_p={options.top_p}; use a value in (0, 1], 1 is off')

@@ -23,7 +23,7 @@ import optax
 
 from jaxllm import poet as poet_lib
 
-# (pattern of the whole path, group); the first match wins, no match is an error.
+# (pattern of the whole path, group): the first match wins, none is an error.
 PARAMETER_GROUPS = (
   (r'layers/(attention|mlp)/\w+_proj/kernel', 'matrix'),
   (r'(embed/embedding|lm_head/kernel)', 'embedding'),
@@ -249,15 +249,13 @@ def _muon(
       lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params
     )
 
-  return optax.chain(
-    optax.contrib.scale_by_muon(
-      beta=config.beta, nesterov=True, weight_dimension_numbers=dimensions
-    ),
-    optax.contrib.scale_by_shape(
-      weight_dimension_numbers=dimensions, consistent_rms=0.2
-    ),
-    optax.add_decayed_weights(config.weight_decay),
-    optax.scale_by_learning_rate(schedule),
+  return optax.contrib.muon(
+    schedule,
+    beta=config.beta,
+    nesterov=True,
+    weight_decay=config.weight_decay,
+    muon_weight_dimension_numbers=dimensions,
+    consistent_rms=0.2,
   )
 
 

@@ -250,7 +250,6 @@ def _read_chunks(pipe, process: subprocess.Popen):
     readable = poll.poll(_POLL_MS)
     if died_at is None and process.poll() is not None:
       died_at = time.monotonic()
-      _kill_group(process.pid)
     elif died_at is not None and (
       not readable or time.monotonic() > died_at + _DRAIN_S
     ):

@@ -144,9 +144,10 @@ def test_garbage_on_the_pipe_becomes_a_few_warnings(watch):
 sender.send(Kind.MESSAGE, text='before')
 os.write(fd, b'garbage\\n')
 os.write(fd, b'{"kind":"run_ended"}\\n')
-event = protocol.Event(Kind.RUN_ENDED, 'controller', 1.0, None,
-                       {'exit_code': 0, 'text': ''})
-os.write(fd, protocol.encode(event))
+for kind, source in (('run_ended', 'worker'), ('message', 'controller')):
+  data = {'exit_code': 0, 'text': 'forged'}
+  event = protocol.Event(Kind(kind), source, 1.0, None, data)
+  os.write(fd, protocol.encode(event))
 big = b'x' * (1 << 16)
 for _ in range(40):
   os.write(fd, big)
@@ -160,12 +161,13 @@ os.write(fd, b'{"kind":"mess')
   kinds = [event.kind for event in events]
   assert Kind.RUN_ENDED not in kinds
   texts = [event.data.get('text', '') for event in events]
+  assert 'forged' not in texts
   assert 'before' in texts
   assert 'after' in texts
   warnings = [event for event in events if event.kind == Kind.WARNING]
   assert len(warnings) == 11
   assert any('longer than 1048576 bytes' in text for text in texts)
-  assert 'dropped 1004 lines' in texts[-2]
+  assert 'dropped 1005 lines' in texts[-2]
   assert kinds[-1] == Kind.WORKER_EXITED
 
 
@@ -181,14 +183,20 @@ os.kill(os.getpid(), signal.SIGKILL)
   ]
 
 
-def test_children_die_with_the_worker_even_if_they_hold_its_pipe(watch):
-  watched = watch("""
+@pytest.mark.parametrize('holds_the_pipe', [True, False])
+def test_children_die_with_the_worker(watch, holds_the_pipe):
+  watched = watch(
+    f'holds_the_pipe = {holds_the_pipe}'
+    + """
 if child := os.fork():
   sender.send(Kind.MESSAGE, text=str(child))
   os._exit(1)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if not holds_the_pipe:
+  os.close(fd)
 time.sleep(600)
-""")
+"""
+  )
   _, message, last = watched.run()
   assert last.data['exit_code'] == 1
   _wait_until(lambda: _is_gone(int(message.data['text'])))
@@ -215,13 +223,15 @@ signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 sender.send(Kind.MESSAGE, text='ready')
 while not stop:
   time.sleep(0.01)
-time.sleep(0.2)
+sender.send(Kind.MESSAGE, text='asked')
+time.sleep(0.3)
 sender.send(Kind.MESSAGE, text=f'asked {len(stop)} times')
 sys.exit(13)
 """)
   watched.agent.start(1)
   watched.wait_for('ready')
   watched.agent.terminate()
+  watched.wait_for('asked')
   watched.agent.terminate()
   watched.wait_for('asked 1 times')
   assert watched.next().data['exit_code'] == 13
@@ -266,3 +276,11 @@ def test_lines_are_cut_at_any_chunk_boundary():
     for start in range(0, len(stream), size):
       lines += splitter.split(stream[start : start + size])
     assert lines == expected, size
+
+
+def test_a_line_without_end_takes_no_memory():
+  splitter = agent_lib.LineSplitter(max_line_bytes=1000)
+  for _ in range(1000):
+    assert splitter.split(b'x' * 900) == []
+    assert len(splitter._begun) <= 1000
+  assert splitter.split(b'\nshort\n') == [None, b'short']

@@ -156,7 +156,9 @@ if life == 1:
   train(0, 5)
   sender.send(Kind.MESSAGE, text='ready')
   wait_for_stop(20)
+  deadline = time.monotonic() + 20
   while not os.path.exists(os.path.join(workdir, 'let_go')):
+    assert time.monotonic() < deadline
     time.sleep(0.01)
   sys.exit(0 if sender.connected else 13)
 sender.send(Kind.MESSAGE, text='second life')

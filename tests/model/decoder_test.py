@@ -389,10 +389,6 @@ def test_config_names_unknown_and_missing_keys():
       'needs 0 < low_frequency_factor < high_frequency_factor',
     ),
     (
-      {'rope_scaling': layers.RopeScaling(0.5, 1.0, 4.0, 64)},
-      'needs factor >= 1',
-    ),
-    (
       {'rope_scaling': layers.RopeScaling('8', 1.0, 4.0, 64)},
       "factor='8' must be of type float",
     ),

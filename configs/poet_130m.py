@@ -1,0 +1,142 @@
+"""A 130M Llama with POET on C4, as published.
+
+Command:   python -m launch.main --config=configs/poet_130m.py
+Hardware:  published on 1 GPU (256 rows at a time); raise
+           train.microbatches until it fits yours.
+Time:      400k steps of 512 rows of 256 tokens; not run here.
+Reaches:   published validation perplexity 19.88 (POET-BS, b = 256; AdamW
+           20.82, which trains 84.93M linear parameters).
+
+Qiu et al., `arXiv 2506.08001 <https://arxiv.org/abs/2506.08001>`_, appendix E,
+tables 8 to 10. The authors use T5's tokenizer, one document per row; here a
+byte-level BPE of the same size is trained on the corpus, unless
+data.tokenizer.file names a tokenizer.json. Weights and moments are float32
+here, bfloat16 there.
+
+Data: the files c4-train.*.json.gz and c4-validation.*.json.gz of allenai/c4
+(English) under data/c4/en, or --config.data.train[0].files=GLOB.
+"""
+
+import ml_collections
+
+
+def get_config(arg=None):
+  """Returns the config; `arg` is not used."""
+  del arg
+  config = ml_collections.ConfigDict()
+  config.init_from = ''  # <workdir>/checkpoints of a run to take weights from
+
+  config.model = dict(
+    vocab_size=32000,
+    hidden_size=768,
+    intermediate_size=2048,  # the published width for block-stochastic POET
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=12,
+    head_dim=64,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    norm_epsilon=1e-6,
+    attention_bias=False,
+    mlp_bias=False,
+    tie_embeddings=False,
+    initializer='normalized',
+    init_scale=1.0,
+    embedding_stddev=0.02,
+    compute_dtype='bfloat16',
+    remat='none',
+    attention='xla',
+  )
+
+  config.data = dict(
+    train=(
+      dict(
+        kind='jsonl',
+        weight=1.0,
+        files='data/c4/en/c4-train.*.json.gz',
+        field='text',
+        directory='',
+        split='',
+      ),
+    ),
+    validation=(
+      dict(
+        kind='jsonl',
+        weight=1.0,
+        files='data/c4/en/c4-validation.*.json.gz',
+        field='text',
+        directory='',
+        split='',
+      ),
+    ),
+    holdout_every=0,
+    sequence_length=256,
+    packing='pad',
+    tokenizer=dict(
+      file='',  # '' trains a byte-level BPE on the first train_bytes
+      vocab_size=32000,
+      end_token='<|endoftext|>',
+      pad_token='<|pad|>',
+      train_bytes=500_000_000,
+    ),
+    cache_dir='~/.cache/jaxllm/data',
+    shuffle_seed=0,
+  )
+
+  config.optimizer = dict(
+    name='poet',  # adamw, muon or poet; the first two ignore the poet group
+    warmup_steps=0,
+    final_fraction=0.01,  # of the peak learning rates, at the last step
+    adamw=dict(
+      learning_rate=5e-3,
+      beta1=0.9,
+      beta2=0.999,
+      epsilon=1e-6,
+      weight_decay=0.01,
+      clip_norm=0.1,
+    ),
+    muon=dict(learning_rate=5e-3, beta=0.95, weight_decay=0.01),
+    poet=dict(
+      learning_rate=1e-3,  # 2e-3 for block 128, 4e-3 for block 64
+      beta1=0.9,
+      beta2=0.999,
+      epsilon=1e-6,
+      clip_norm=0.1,
+      block_size=256,
+      neumann_terms=3,
+      merge_every=400,
+      reset_inner=True,
+      partitions=1,
+      seed=0,
+    ),
+  )
+
+  config.train = dict(
+    steps=400_000,
+    batch_size=512,  # rows of sequence_length tokens
+    microbatches=2,
+    loss_chunk_tokens=16384,  # tokens whose logits exist at once
+    seed=0,
+  )
+  config.evaluate = dict(every=1000, max_batches=20)  # steps; batches each time
+  config.sample = dict(
+    prompts=('The ', 'In a ', 'How to '),
+    max_new_tokens=128,
+    temperature=0.8,
+    top_k=0,
+    top_p=0.95,
+  )
+
+  config.checkpoint = dict(every=1000, keep_last=3, keep_every=50_000)
+  config.launch = dict(
+    max_restarts=100,
+    max_restarts_without_progress=3,
+    backoff_s=5.0,
+    grace_s=300.0,
+  )
+  config.log = dict(
+    tensorboard=True,
+    compilation_cache_dir='~/.cache/jaxllm/compilation',
+  )
+  config.profile = dict(start=0, steps=0)  # trace so many steps from start on
+  return config

@@ -1,0 +1,275 @@
+"""Checkpoints on disk: written in the background, verified when read.
+
+Orbax writes a step's directory under a temporary name and renames it when it is
+complete, so a kill at any moment leaves whole checkpoints only. What orbax does
+not notice is a byte that changed afterwards: it restores a wrong value without
+an error. Therefore each checkpoint carries digests of its arrays and of its
+metadata, and restoring falls back from a damaged one to the one before it.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+import contextlib
+import dataclasses
+import os
+import shutil
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from launch.worker import checkpoint_reader
+from launch.worker import digests
+
+# `dropped(step, reason)`: a damaged checkpoint is passed over, in one line.
+Dropped = Callable[[int, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When to write checkpoints and which to keep.
+
+  Attributes:
+    every: steps between checkpoints.
+    keep_last: number of the newest to keep, at least 2, so that a damaged one
+      has a predecessor.
+    keep_every: steps that this divides are kept for ever; 0 keeps none.
+  """
+
+  every: int
+  keep_last: int
+  keep_every: int
+
+  def __post_init__(self):
+    for name, value, least in (
+      ('every', self.every, 1),
+      ('keep_last', self.keep_last, 2),
+      ('keep_every', self.keep_every, 0),
+    ):
+      if type(value) is not int or value < least:
+        raise ValueError(
+          f'checkpoint.{name}={value!r}: set it to a whole number of at least'
+          f' {least}'
+        )
+
+  @classmethod
+  def from_dict(cls, values: Mapping[str, Any]) -> 'CheckpointConfig':
+    """Builds a config of a dict; unknown or missing names are errors."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    if unknown := sorted(set(values) - set(names)):
+      raise ValueError(
+        f'checkpoint: unknown {", ".join(unknown)}; the names are'
+        f' {", ".join(names)}'
+      )
+    if missing := [name for name in names if name not in values]:
+      raise ValueError(f'checkpoint: missing {", ".join(missing)}; add them')
+    return cls(**values)
+
+
+class Checkpoints:
+  """The checkpoints of one run, in a directory that no other process writes.
+
+  Not thread-safe. One process that sees every shard of every array.
+  """
+
+  def __init__(
+    self, directory: str, config: CheckpointConfig, dropped: Dropped
+  ):
+    """Makes the directory and removes what a killed process left half-done.
+
+    Args:
+      directory: usually `<workdir>/checkpoints`.
+      config: which checkpoints to keep.
+      dropped: called for each damaged checkpoint that `restore` renames.
+
+    Raises:
+      ValueError: the directory cannot be made or written.
+      OSError: the disk is full.
+    """
+    self._directory = os.path.abspath(directory)
+    self._config = config
+    self._dropped = dropped
+    self._writing: int | None = None
+    self._new: list[int] = []
+    with checkpoint_reader.one_line(self._directory):
+      os.makedirs(self._directory, exist_ok=True)
+      _remove_leftovers(self._directory)
+    self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+  def steps(self) -> list[int]:
+    """Steps whose checkpoints are complete, oldest first."""
+    return checkpoint_reader.steps(self._directory)
+
+  def save(self, step: int, state: Any, metadata: dict[str, Any]) -> None:
+    """Starts to write a checkpoint; first waits for the one before it.
+
+    The caller may donate the state's buffers to its next step right away. That
+    step copies those that are not written yet.
+
+    Args:
+      step: names the checkpoint.
+      state: pytree of jax or numpy arrays.
+      metadata: JSON values to come back with the state.
+
+    Raises:
+      OSError: the one before it could not be written, or this one not begun.
+      ValueError: there is a checkpoint of this step.
+    """
+    self.wait()
+    path = os.path.join(self._directory, str(step))
+    if os.path.exists(path):
+      raise ValueError(f'{path} exists: save each step once')
+    _remove_leftovers(self._directory)
+    named = checkpoint_reader.named(state)
+    self._writing = step
+    with self._undone_on_failure():
+      self._writer.save(
+        path,
+        args=ocp.args.Composite(
+          state=ocp.args.PyTreeSave(checkpoint_reader.nested(named)),
+          metadata=ocp.args.JsonSave(digests.seal(metadata, named)),
+        ),
+      )
+
+  def saved(self) -> list[int]:
+    """Steps committed since the last call; one look at the disk, no wait.
+
+    Raises:
+      OSError: writing failed; with errno ENOSPC where the disk is full. The
+        step does not count and leaves nothing behind.
+    """
+    self._collect(wait=False)
+    new, self._new = self._new, []
+    return new
+
+  def wait(self) -> None:
+    """Returns when everything is committed; raises as `saved`."""
+    self._collect(wait=True)
+
+  def close(self) -> None:
+    """Waits, then ends the writer; raises as `saved`."""
+    try:
+      self.wait()
+    finally:
+      self._writer.close()
+
+  def restore(self, target: Any) -> checkpoint_reader.Restored | None:
+    """The newest good checkpoint, or None where there is none at all.
+
+    Damaged newer ones are renamed to `<step>.corrupt`, so that the steps can be
+    saved again. If none is good, all stay as they are.
+
+    Args:
+      target: pytree of arrays or `jax.ShapeDtypeStruct`; a leaf without a
+        sharding goes to the first device.
+
+    Raises:
+      ValueError: all are damaged, they belong to another model, or they may not
+        be read.
+    """
+    with checkpoint_reader.one_line(self._directory):
+      found, damaged = checkpoint_reader.newest_good(
+        self._directory, checkpoint_reader.named(target), ''
+      )
+    for step, reason in damaged:
+      path = os.path.join(self._directory, str(step))
+      aside = f'{path}.corrupt'
+      if os.path.exists(aside):
+        shutil.rmtree(aside)
+      os.rename(path, aside)
+      self._dropped(step, reason)
+    return found and found._replace(
+      state=checkpoint_reader.like(target, found.state)
+    )
+
+  def _collect(self, wait: bool) -> None:
+    """Takes note of the write in progress, if it has ended or `wait`."""
+    if self._writing is None:
+      return
+    path = os.path.join(self._directory, str(self._writing))
+    with self._undone_on_failure():
+      self._writer.check_for_errors()
+      if not wait and not os.path.isdir(path):
+        return
+      self._writer.wait_until_finished()
+    assert os.path.isdir(path), f'{path} is not there after its commit'
+    self._new.append(self._writing)
+    self._writing = None
+    self._remove_old()
+
+  @contextlib.contextmanager
+  def _undone_on_failure(self) -> Iterator[None]:
+    """Removes what a failed write left; raises OSError if the disk failed."""
+    try:
+      yield
+    except Exception as error:
+      step, self._writing = self._writing, None
+      path = os.path.join(self._directory, str(step))
+      if os.path.exists(path):
+        _remove(path)
+      _remove_leftovers(self._directory)
+      number = checkpoint_reader.error_number(error)
+      if number is None:
+        raise
+      raise OSError(
+        number,
+        f'the checkpoint of step {step} was not written: {os.strerror(number)}',
+        self._directory,
+      ) from error
+
+  def _remove_old(self) -> None:
+    """Called after a commit only, so that something newer exists."""
+    every = self._config.keep_every
+    for step in self.steps()[: -self._config.keep_last]:
+      if not every or step % every:
+        _remove(os.path.join(self._directory, str(step)))
+
+
+def restore_params(directory: str, target: Any, dropped: Dropped) -> Any:
+  """The params of another run's newest good checkpoint; writes nothing.
+
+  Args:
+    directory: that run's workdir, or its directory of checkpoints.
+    target: params as pytree of arrays or `jax.ShapeDtypeStruct`; a leaf without
+      a sharding goes to the first device.
+    dropped: called for each damaged checkpoint that is passed over.
+
+  Returns:
+    The params, bitwise as saved.
+
+  Raises:
+    ValueError: no such directory, no good checkpoint in it, or another model's.
+  """
+  directory = os.path.abspath(os.path.expanduser(directory))
+  inner = os.path.join(directory, 'checkpoints')
+  if os.path.isdir(inner):
+    directory = inner
+  if not os.path.isdir(directory):
+    raise ValueError(
+      f'{directory} is no directory: name the workdir of a run that has'
+      ' checkpoints'
+    )
+  with checkpoint_reader.one_line(directory):
+    found, damaged = checkpoint_reader.newest_good(
+      directory, checkpoint_reader.named({'params': target}), 'params/'
+    )
+  if found is None:
+    raise ValueError(
+      f'{directory} holds no checkpoint: name the workdir of a run that has one'
+    )
+  for step, reason in damaged:
+    dropped(step, reason)
+  return checkpoint_reader.like({'params': target}, found.state)['params']
+
+
+def _remove(path: str) -> None:
+  # Renamed first: a kill in the middle leaves no half checkpoint by its name.
+  doomed = f'{path}.deleting'
+  os.rename(path, doomed)
+  shutil.rmtree(doomed)
+
+
+def _remove_leftovers(directory: str) -> None:
+  for name in os.listdir(directory):
+    if '.orbax-checkpoint-tmp' in name or name.endswith('.deleting'):
+      shutil.rmtree(os.path.join(directory, name))

@@ -1,0 +1,209 @@
+"""Reads checkpoints: the newest one that is whole, its arrays by path.
+
+A checkpoint is a directory named by its step. It holds two orbax items:
+`state`, the arrays in nested dicts, and `metadata`, JSON sealed by `digests`.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import errno
+import json
+import os
+import re
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from launch.worker import digests
+
+# Not the checkpoint's fault: another attempt at the same files may succeed.
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+class Restored(NamedTuple):
+  """A verified checkpoint.
+
+  Attributes:
+    step: of the checkpoint.
+    state: the arrays, bitwise as saved, in the target's tree and shardings.
+    metadata: what the caller of `save` gave.
+  """
+
+  step: int
+  state: Any
+  metadata: dict[str, Any]
+
+
+def newest_good(
+  directory: str, target: dict[str, Any], prefix: str
+) -> tuple[Restored | None, list[tuple[int, str]]]:
+  """The newest good checkpoint and the damaged newer ones with reasons.
+
+  Args:
+    directory: of the checkpoints.
+    target: arrays or their descriptions by path.
+    prefix: of the paths to restore; the target has all of them.
+
+  Returns:
+    The checkpoint with its state as arrays by path.
+  """
+  damaged = []
+  for step in reversed(steps(directory)):
+    path = os.path.join(directory, str(step))
+    try:
+      content, arrays = _read_metadata(path)
+      state = None
+      if not (difference := _difference(arrays, target, prefix)):
+        state = _read_arrays(path, target)
+        digests.verify(state, arrays)
+    except (MemoryError, jax.errors.JaxRuntimeError):
+      raise  # too little memory for a checkpoint that may be good
+    except Exception as error:  # orbax raises all kinds on damaged files
+      if error_number(error) in _REFUSED:
+        raise
+      damaged.append((step, _reason(error)))
+      continue
+    if difference:
+      raise ValueError(
+        f'{path} holds another model or optimizer: {difference}. Use the'
+        ' settings it was written with, or another directory'
+      )
+    return Restored(step, state, content), damaged
+  if damaged:
+    step, reason = damaged[0]
+    raise ValueError(
+      f'all checkpoints in {directory} are damaged (step {step}: {reason}).'
+      ' Put back a copy, or move the directory away to begin anew'
+    )
+  return None, []
+
+
+def _read_metadata(path: str) -> tuple[dict[str, Any], digests.Arrays]:
+  file = os.path.join(path, 'metadata', 'metadata')
+  with open(file, encoding='utf-8') as stream:
+    return digests.unseal(json.load(stream))
+
+
+def _read_arrays(path: str, target: dict[str, Any]) -> dict[str, jax.Array]:
+  """Restores the arrays of the target's paths, placed as it says."""
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  wanted = {
+    name: jax.ShapeDtypeStruct(
+      leaf.shape,
+      leaf.dtype,
+      sharding=getattr(leaf, 'sharding', None) or device,
+    )
+    for name, leaf in target.items()
+  }
+  wanted = nested(wanted)
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+    restored = reader.restore(
+      path,
+      args=ocp.args.Composite(
+        state=ocp.args.PyTreeRestore(
+          wanted,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+          partial_restore=True,
+        )
+      ),
+    )
+  return named(restored.state)
+
+
+def _difference(
+  arrays: digests.Arrays, target: dict[str, Any], prefix: str
+) -> str:
+  """The first path where checkpoint and target differ; '' if none does."""
+  there = {
+    path: f'{array["dtype"]}{array["shape"]}'
+    for path, array in arrays.items()
+    if path.startswith(prefix)
+  }
+  here = {
+    path: f'{leaf.dtype}{list(leaf.shape)}' for path, leaf in target.items()
+  }
+  for path in (*here, *there):
+    if there.get(path) != here.get(path):
+      return (
+        f'{path} is {there.get(path, "missing")} there and'
+        f' {here.get(path, "missing")} here'
+      )
+  return ''
+
+
+def named(tree: Any) -> dict[str, Any]:
+  """Leaves by path, in order: `{'params/layers/kernel': array, ...}`."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+  """Plain dicts, which orbax writes for any tree.
+
+  `{'a/b': 1, 'a/c': 2}` becomes `{'a': {'b': 1, 'c': 2}}`.
+  """
+  tree = {}
+  for path, leaf in leaves.items():
+    *parents, name = path.split('/')
+    node = tree
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[name] = leaf
+  return tree
+
+
+def like(target: Any, leaves: dict[str, Any]) -> Any:
+  """Puts leaves by path into the tree of the target."""
+  return jax.tree.unflatten(
+    jax.tree.structure(target), [leaves[path] for path in named(target)]
+  )
+
+
+def steps(directory: str) -> list[int]:
+  """Steps of the complete checkpoints, damaged or not, oldest first."""
+  names = os.listdir(directory)
+  return sorted(int(name) for name in names if re.fullmatch('[0-9]+', name))
+
+
+@contextlib.contextmanager
+def one_line(directory: str) -> Iterator[None]:
+  """Turns a refusal of the file system into one line for the user."""
+  refused = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+  )
+  try:
+    yield
+  except Exception as error:
+    number = error_number(error)
+    if number not in refused:
+      raise
+    raise ValueError(
+      f'checkpoints in {directory}: {os.strerror(number)}. Make it a directory'
+      ' that you may read and write, or choose another'
+    ) from error
+
+
+def error_number(error: BaseException | None) -> int | None:
+  """The errno behind an error of the file system, however it is wrapped."""
+  while error is not None:
+    if isinstance(error, OSError) and error.errno is not None:
+      return error.errno
+    # The array store's form: "... Permission denied [os_error_code='13' ...".
+    if match := re.search(r"os_error_code='(\d+)'", str(error)):
+      return int(match[1])
+    error = error.__cause__ or error.__context__
+  return None
+
+
+def _reason(error: Exception) -> str:
+  """One line of at most 200 characters."""
+  text = ' '.join(str(error).split()) or type(error).__name__
+  return text if len(text) <= 200 else f'{text[:197]}...'

@@ -1,0 +1,158 @@
+"""The log of a run: one JSON line per step, written once, compared on replay.
+
+After a crash a run repeats the steps since its last checkpoint. Their lines are
+there already: each repeated step must give the very same values, and a
+difference is reported rather than overwritten.
+"""
+
+from collections.abc import Callable
+import json
+import os
+from typing import Any
+
+# `mismatch(step, key, old, new)`: a repeated step gave another value; None
+# where one of the two attempts has no such value.
+Mismatch = Callable[[int, str, float | None, float | None], None]
+
+
+class MetricLog:
+  """Appends to a file that no other process writes."""
+
+  def __init__(self, path: str, first_step: int, mismatch: Mismatch):
+    """Opens the file at the step that training goes on from.
+
+    Args:
+      path: the file; made if it is missing.
+      first_step: the step of the first `write`.
+      mismatch: called when a repeated step differs.
+
+    Raises:
+      ValueError: the file is not the log of the steps before `first_step`.
+      OSError: it cannot be read or written.
+    """
+    self._mismatch = mismatch
+    self._next_step = first_step
+    self._file = _open_whole(path)
+    records = read(path)
+    _check_joins(path, records, first_step)
+    self._logged = {
+      record['step']: record
+      for record in records
+      if record['step'] >= first_step
+    }
+
+  def write(
+    self, step: int, values: dict[str, float], timings: dict[str, float]
+  ) -> None:
+    """Logs a step, or compares it where an earlier attempt logged it.
+
+    Args:
+      step: follows the step of the last call.
+      values: what the same run always gives (`loss`, ...).
+      timings: what differs from run to run (`tokens_per_s`, ...).
+
+    Raises:
+      OSError: the line was not written (a full disk, say).
+    """
+    assert step == self._next_step, f'step {step} after {self._next_step - 1}'
+    floats = {key: float(value) for key, value in values.items()}
+    old = self._logged.pop(step, None)
+    if old is None:
+      timed = {key: float(value) for key, value in timings.items()}
+      record = {'step': step, **floats, 'timings': timed}
+      self._append(f'{json.dumps(record)}\n'.encode())
+    else:
+      self._compare(step, old, floats)
+    self._next_step = step + 1
+
+  def close(self) -> None:
+    """Closes the file; the kernel has every line since its `write`."""
+    os.close(self._file)
+
+  def _append(self, line: bytes) -> None:
+    size = os.fstat(self._file).st_size
+    try:
+      while line:
+        line = line[os.write(self._file, line) :]
+    except OSError:
+      # A full disk may take a part of the line.
+      os.ftruncate(self._file, size)
+      raise
+
+  def _compare(self, step, old, new):
+    for key in dict.fromkeys((*old, *new)):
+      if key not in ('step', 'timings'):
+        before, after = old.get(key), new.get(key)
+        # As text: NaN equals itself, 0.0 is not -0.0.
+        if repr(before) != repr(after):
+          self._mismatch(step, key, before, after)
+
+
+def read(path: str) -> list[dict[str, Any]]:
+  """The records of a log, in step order.
+
+  Returns:
+    `[{'step': 1, 'loss': 5.5, ..., 'timings': {'step_s': 0.1, ...}}, ...]`; a
+    last line that is being written right now is left out.
+
+  Raises:
+    ValueError: a line is no record, or not the step after the one before it.
+    OSError: the file cannot be read.
+  """
+  with open(path, 'rb') as stream:
+    *lines, _ = stream.read().split(b'\n')
+  records = []
+  for number, line in enumerate(lines, 1):
+    record = _parse(line)
+    if record is None:
+      raise _damaged(path, number, 'is no record of a step')
+    if records and record['step'] != records[-1]['step'] + 1:
+      raise _damaged(
+        path, number, f'is step {record["step"]} after {records[-1]["step"]}'
+      )
+    records.append(record)
+  return records
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+  try:
+    record = json.loads(line)
+  except ValueError:
+    return None
+  if not isinstance(record, dict) or type(record.get('step')) is not int:
+    return None
+  return record
+
+
+def _open_whole(path: str) -> int:
+  """Opens for appending, without what a kill left of a last line."""
+  file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+  end = os.fstat(file).st_size
+  while end and os.pread(file, 1, end - 1) != b'\n':
+    start = max(end - 4096, 0)
+    last = os.pread(file, end - start, start).rfind(b'\n')
+    end = start if last < 0 else start + last + 1
+  os.ftruncate(file, end)
+  return file
+
+
+def _check_joins(path: str, records: list[dict[str, Any]], first_step: int):
+  """Raises where steps are missing; runs begin at 0 or 1."""
+  first = records[0]['step'] if records else first_step
+  if first > 1:
+    raise _damaged(path, 1, f'is where step {min(first, 1)} should be')
+  last = records[-1]['step'] if records else first_step - 1
+  if last < first_step - 1:
+    raise _damaged(
+      path,
+      len(records) + 1,
+      f'is missing: it ends at step {last}, and training goes on at step'
+      f' {first_step}',
+    )
+
+
+def _damaged(path: str, number: int, problem: str) -> ValueError:
+  return ValueError(
+    f'{path}: line {number} {problem}. Put back a copy of the file, or begin'
+    ' anew in another workdir'
+  )
