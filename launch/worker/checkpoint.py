@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
+import time
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -152,6 +154,9 @@ class Checkpoints:
       self.wait()
     finally:
       self._writer.close()
+      # Writes that outlived the failure of another may have made files since.
+      if os.path.isdir(self._directory):
+        _remove_leftovers(self._directory)
 
   def restore(self, target: Any) -> checkpoint_reader.Restored | None:
     """The newest good checkpoint, or None where there is none at all.
@@ -175,7 +180,7 @@ class Checkpoints:
       path = os.path.join(self._directory, str(step))
       aside = f'{path}.corrupt'
       if os.path.exists(aside):
-        shutil.rmtree(aside)
+        _remove_tree(aside)
       os.rename(path, aside)
       self._dropped(step, reason)
     return found and found._replace(
@@ -266,10 +271,22 @@ def _remove(path: str) -> None:
   # Renamed first: a kill in the middle leaves no half checkpoint by its name.
   doomed = f'{path}.deleting'
   os.rename(path, doomed)
-  shutil.rmtree(doomed)
+  _remove_tree(doomed)
 
 
 def _remove_leftovers(directory: str) -> None:
   for name in os.listdir(directory):
     if '.orbax-checkpoint-tmp' in name or name.endswith('.deleting'):
-      shutil.rmtree(os.path.join(directory, name))
+      _remove_tree(os.path.join(directory, name))
+
+
+def _remove_tree(path: str) -> None:
+  # When one array cannot be written, the others' files still come and go.
+  for _ in range(100):
+    try:
+      return shutil.rmtree(path)
+    except OSError as error:
+      if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+        raise
+    time.sleep(0.05)
+  return shutil.rmtree(path)

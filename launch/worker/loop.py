@@ -117,16 +117,18 @@ def train(
     outcome.Preempted: a stop was requested; the state is saved.
     outcome.NotFinite: a loss or gradient was NaN or infinite.
     outcome.OutOfMemory: the step does not fit on the device.
-    ValueError: the checkpoint belongs to another model or batch size.
+    outcome.BadSetting: the model cannot be built, or what the workdir or
+      `init_from` holds belongs to another one.
   """
-  program = build_program(settings)
   with outcome.memory_report(settings) as report:
-    state, step = _start(settings, program, checkpoints, reporter)
-    run_step = _compile(settings, program, state, reporter, report)
-    evaluate = _evaluator(settings, program, data)
-    record = recorder.Recorder(
-      workdir, settings, step, _flops_per_token(settings), reporter
-    )
+    with outcome.before_the_first_step():
+      program = build_program(settings)
+      state, step = _start(settings, program, checkpoints, reporter)
+      run_step = _compile(settings, program, state, reporter, report)
+      evaluate = _evaluator(settings, program, data)
+      record = recorder.Recorder(
+        workdir, settings, step, _flops_per_token(settings), reporter
+      )
     try:
       state, step = _run_steps(
         settings,

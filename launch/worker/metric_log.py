@@ -32,7 +32,7 @@ class MetricLog:
     """
     self._mismatch = mismatch
     self._next_step = first_step
-    self._file = _open_whole(path)
+    _cut_partial_line(path)
     records = read(path)
     _check_joins(path, records, first_step)
     self._logged = {
@@ -40,6 +40,7 @@ class MetricLog:
       for record in records
       if record['step'] >= first_step
     }
+    self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
   def write(
     self, step: int, values: dict[str, float], timings: dict[str, float]
@@ -124,24 +125,24 @@ def _parse(line: bytes) -> dict[str, Any] | None:
   return record
 
 
-def _open_whole(path: str) -> int:
-  """Opens for appending, without what a kill left of a last line."""
-  file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-  end = os.fstat(file).st_size
-  while end and os.pread(file, 1, end - 1) != b'\n':
-    start = max(end - 4096, 0)
-    last = os.pread(file, end - start, start).rfind(b'\n')
-    end = start if last < 0 else start + last + 1
-  os.ftruncate(file, end)
-  return file
+def _cut_partial_line(path: str) -> None:
+  """Cuts off what a kill left of a last line; makes the file if missing."""
+  with open(path, 'a+b') as file:
+    end = file.seek(0, os.SEEK_END)
+    while end and os.pread(file.fileno(), 1, end - 1) != b'\n':
+      start = max(end - 4096, 0)
+      last = os.pread(file.fileno(), end - start, start).rfind(b'\n')
+      end = start if last < 0 else start + last + 1
+    file.truncate(end)
 
 
-def _check_joins(path: str, records: list[dict[str, Any]], first_step: int):
-  """Raises where steps are missing; runs begin at 0 or 1."""
-  first = records[0]['step'] if records else first_step
-  if first > 1:
-    raise _damaged(path, 1, f'is where step {min(first, 1)} should be')
-  last = records[-1]['step'] if records else first_step - 1
+def _check_joins(
+  path: str, records: list[dict[str, Any]], first_step: int
+) -> None:
+  """Raises where steps are missing; runs begin at step 0 or 1."""
+  if records and (first := records[0]['step']) > 1:
+    raise _damaged(path, 1, f'is step {first}, where step 0 or 1 should be')
+  last = records[-1]['step'] if records else min(first_step - 1, 0)
   if last < first_step - 1:
     raise _damaged(
       path,

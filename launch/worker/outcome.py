@@ -84,7 +84,10 @@ def memory_report(
   try:
     yield report
   except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
+    # The CPU reports an INTERNAL error with the second text.
+    if not any(
+      sign in str(error) for sign in ('RESOURCE_EXHAUSTED', 'Out of memory')
+    ):
       raise
     raise OutOfMemory(_explain(settings, report)) from error
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from launch.worker import durable
 
-_BLUE, _ORANGE, _GREY = '#2b6cb0', '#dd6b20', '#4a5568'
+_BLUE, _ORANGE, _GREY, _GREEN = '#2b6cb0', '#dd6b20', '#4a5568', '#2f855a'
 
 
 def loss_curve(
@@ -22,8 +22,8 @@ def loss_curve(
 
   Args:
     path_png: file to write, whole or not at all.
-    records: `metric_log.read`'s; `loss`, `validation_loss` and `learning_rate`
-      are drawn where they are present and finite.
+    records: `metric_log.read`'s; `loss`, `validation_loss` and up to two
+      `learning_rate` or `learning_rate/...`, where present and finite.
     title: above the picture.
 
   Raises:
@@ -37,7 +37,8 @@ def loss_curve(
   # No markup: a title may hold dollar signs.
   canvas.suptitle(title, fontsize=13, color='#1a202c', parse_math=False)
   _draw_losses(losses, records)
-  _draw_learning_rate(rates, records)
+  _draw_learning_rates(rates, records)
+  canvas.align_ylabels()
   png = io.BytesIO()
   canvas.savefig(png, format='png', dpi=120)
   temporary = f'{path_png}.tmp'
@@ -48,15 +49,14 @@ def loss_curve(
 
 def _draw_losses(axes, records):
   steps, losses = _series(records, 'loss')
-  width = max(1, len(losses) // 50)
-  if width > 1:
+  reach = len(losses) // 100
+  label = 'training'
+  if reach:
     axes.plot(steps, losses, color=_BLUE, alpha=0.3, linewidth=0.8)
-    label = f'training, mean of {width} steps'
-  else:
-    label = 'training'
-  mean = _running_mean(losses, width)
+    label = f'training, mean of {2 * reach + 1} steps'
+  mean = _running_mean(losses, reach)
   marker = 'o' if len(steps) == 1 else ''
-  axes.plot(steps, mean, marker, ls='-', color=_BLUE, lw=1.8, label=label)
+  axes.plot(steps, mean, marker=marker, color=_BLUE, linewidth=1.8, label=label)
   held_out, validation = _series(records, 'validation_loss')
   if len(held_out):
     axes.plot(
@@ -69,25 +69,45 @@ def _draw_losses(axes, records):
   _tidy(axes)
 
 
-def _draw_learning_rate(axes, records):
-  steps, rates = _series(records, 'learning_rate')
-  marker = 'o' if len(steps) == 1 else ''
-  axes.plot(steps, rates, marker, ls='-', color=_GREY, lw=1.4)
+def _draw_learning_rates(axes, records):
+  names = sorted(
+    {name for record in records for name in record if _is_rate(name)}
+  )
+  for name, colour in zip(names, (_GREY, _GREEN), strict=False):
+    steps, rates = _series(records, name)
+    marker = 'o' if len(steps) == 1 else ''
+    label = name.replace('_', ' ')
+    axes.plot(steps, rates, marker=marker, color=colour, lw=1.4, label=label)
+    if len(steps) == 1:
+      axes.set_xlim(steps[0] - 1, steps[0] + 1)
+  if len(names) > 1:
+    axes.legend(frameon=False, loc='upper right', fontsize='small')
   axes.set_ylabel('learning rate')
   axes.set_xlabel('step')
   axes.set_ylim(bottom=0)
   axes.yaxis.set_major_locator(ticker.MaxNLocator(3))
-  axes.xaxis.set_major_locator(ticker.MaxNLocator(10, integer=True))
+  axes.yaxis.set_major_formatter(lambda rate, _: f'{rate:g}')
+  axes.xaxis.set_major_locator(
+    ticker.MaxNLocator(10, integer=True, steps=(1, 2, 5, 10))
+  )
   _tidy(axes)
 
 
+def _is_rate(name):
+  return name.split('/')[0] == 'learning_rate'
+
+
 def _limit(axes, mean, validation):
-  """Shows what was learned: a first step or a spike must not flatten it."""
+  """Cuts off what lies above both the beginning and nearly all that follows.
+
+  One late spike would otherwise flatten the whole curve.
+  """
   shown = np.concatenate([mean, validation])
-  if len(shown) > 1 and shown.max() > shown.min():
-    high = max(np.quantile(shown, 0.98), shown[: len(shown) // 10 + 1].min())
-    margin = 0.08 * (high - shown.min()) or 0.5
-    axes.set_ylim(shown.min() - margin, high + margin)
+  if len(shown):
+    low = shown.min()
+    high = max(np.quantile(shown, 0.98), *mean[: len(mean) // 10 + 1], low)
+    margin = 0.06 * (high - low) or 0.5
+    axes.set_ylim(low - margin, high + margin)
 
 
 def _tidy(axes):
@@ -109,12 +129,13 @@ def _series(records, name):
   return np.array(steps, float), np.array(values, float)
 
 
-def _running_mean(values, width):
-  """Mean of the last `width` values, or of all there are.
+def _running_mean(values, reach):
+  """Mean of each value and its neighbours up to `reach` away.
 
-  `_running_mean([4, 2, 2, 0], 2)` is `[4, 3, 2, 1]`.
+  `_running_mean([4, 2, 0, 7], 1)` is `[3, 2, 3, 3.5]`.
   """
   sums = np.cumsum(np.concatenate([np.zeros(1), values]))
-  ends = np.arange(1, len(values) + 1)
-  starts = np.maximum(ends - width, 0)
+  places = np.arange(len(values))
+  starts = np.maximum(places - reach, 0)
+  ends = np.minimum(places + reach + 1, len(values))
   return (sums[ends] - sums[starts]) / np.maximum(ends - starts, 1)
