@@ -50,7 +50,8 @@ def main() -> None:
   model = decoder.Decoder(_model_config(flags))
   batch = _batch(flags)
   print(
-    f'jax {jax.__version__}, {jax.device_count()} {jax.devices()[0].device_kind}'
+    f'jax {jax.__version__}, {jax.device_count()}'
+    f' {jax.devices()[0].device_kind}'
     f' ({platform.processor() or platform.machine()}), Python'
     f' {platform.python_version()}\n{vars(flags)}'
   )

@@ -53,17 +53,17 @@ def overrides(corpus: pathlib.Path) -> list[str]:
 class LaunchedRun:
   """The launches of one workdir, one after the other."""
 
-  def __init__(
-    self, workdir: pathlib.Path, corpus: pathlib.Path, *flags: str
-  ):
+  def __init__(self, workdir: pathlib.Path, corpus: pathlib.Path, *flags: str):
     """Starts nothing; `flags` belong to every launch."""
     self.workdir = workdir
     self.checkpoints = workdir / 'checkpoints'
     self._flags = [f'--workdir={workdir}', *overrides(corpus), *flags]
     self._launcher: subprocess.Popen | None = None
 
-  def launch(self, *flags: str, user: int | None = None) -> None:
-    """Starts the launcher, with more flags or as another user."""
+  def launch(self, *flags: str) -> None:
+    """Starts the launcher, with more flags."""
+    if self._launcher is not None:
+      self._launcher.wait(timeout=_DEADLINE_S)
     # Files, for a pipe that nobody reads would stop the launcher.
     with (
       open(f'{self.workdir}.out', 'w') as out,
@@ -74,7 +74,6 @@ class LaunchedRun:
         stdout=out,
         stderr=err,
         env=environment(),
-        user=user,
         start_new_session=True,
       )
 

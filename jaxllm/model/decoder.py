@@ -15,7 +15,6 @@ Touvron et al., `Llama 2 <https://arxiv.org/abs/2307.09288>`_, 2023.
 
 from collections.abc import Iterator
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import functools
 import math
@@ -86,32 +85,9 @@ class DecoderConfig:
   attention: str
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      _check_type(field.name, getattr(self, field.name), field.type)
-    if self.rope_scaling is not None:
-      for name, kind in layers.RopeScaling.__annotations__.items():
-        _check_type(name, getattr(self.rope_scaling, name), kind)
     for ok, complaint in _conditions(self):
       if not ok:
         raise ValueError(f'model: {complaint}')
-
-  @classmethod
-  def from_dict(cls, values: Mapping[str, Any]) -> 'DecoderConfig':
-    """Builds a config from plain values, such as JSON holds.
-
-    Args:
-      values: every field by name, `rope_scaling`'s too where it is not None.
-
-    Raises:
-      ValueError: a name is unknown or missing, or a value is refused.
-    """
-    _check_names(values, [f.name for f in dataclasses.fields(cls)], 'model')
-    values = dict(values)
-    scaling = values['rope_scaling']
-    if isinstance(scaling, Mapping):
-      _check_names(scaling, layers.RopeScaling._fields, 'model.rope_scaling')
-      values['rope_scaling'] = layers.RopeScaling(**scaling)
-    return cls(**values)
 
   @property
   def dtype(self) -> jnp.dtype:
@@ -328,26 +304,6 @@ def flops_per_token(config: DecoderConfig, length: int) -> float:
   head = config.hidden_size * config.vocab_size
   matrices = config.num_layers * (attention + mlp) + head
   return 6.0 * matrices + 12.0 * config.num_layers * query_size * length
-
-
-def _check_names(
-  values: Mapping[str, Any], names: Sequence[str], where: str
-) -> None:
-  if unknown := sorted(set(values) - set(names)):
-    raise ValueError(
-      f'{where}: unknown {", ".join(unknown)}; the names are {", ".join(names)}'
-    )
-  if missing := sorted(set(names) - set(values)):
-    raise ValueError(f'{where}: missing {", ".join(missing)}; add them')
-
-
-def _check_type(name: str, value: Any, expected: Any) -> None:
-  # Python counts True as an int and JSON writes 10000.0 as 10000.
-  accepted = int | float if expected is float else expected
-  is_bool = isinstance(value, bool)
-  if not isinstance(value, accepted) or is_bool != (expected is bool):
-    wanted = expected.__name__ if isinstance(expected, type) else expected
-    raise ValueError(f'model: {name}={value!r} must be of type {wanted}')
 
 
 def _conditions(config: DecoderConfig) -> Iterator[tuple[bool, str]]:

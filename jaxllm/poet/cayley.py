@@ -116,33 +116,37 @@ def cayley(v: Array) -> Array:
 
 @jax.custom_vjp
 def _third_order(q_BB: Array) -> Array:
-  """I + 2Q + 2Q^2 + 2Q^3 + Q^4 of a skew Q: `[..., b, b]` -> same shape."""
+  """I + 2Q + 2Q^2 + 2Q^3 + Q^4 of a skew Q, as (I + Q)^2 (I + Q^2)."""
   return _third_order_forward(q_BB)[0]
 
 
 def _third_order_forward(q_BB: Array) -> tuple[Array, tuple[Array, Array]]:
   square_BB = _matmul(q_BB, q_BB)
-  # 2Q^3 + Q^4 = (2Q + Q^2) Q^2: two products in all.
-  low_BB = 2 * q_BB + square_BB
-  r_BB = _eye_like(q_BB) + low_BB + square_BB + _matmul(low_BB, square_BB)
-  return r_BB, (q_BB, square_BB)
+  left_BB, right_BB = _factors(q_BB, square_BB)
+  return _matmul(left_BB, right_BB), (q_BB, square_BB)
 
 
 def _third_order_backward(
   saved: tuple[Array, Array], gradient_BB: Array
 ) -> tuple[Array]:
-  # The closed form of Qiu et al., 2026 (arXiv 2603.05500, section 3.4), with
-  # Q^T = -Q and (Q^2)^T = Q^2: four products.
+  # R = A B with A = I + 2Q + Q^2 and B = I + Q^2; Q^T = -Q makes B symmetric.
+  # Four products, like the closed form of arXiv 2603.05500, section 3.4.
   q_BB, square_BB = saved
-  inner_BB = -_matmul(gradient_BB, q_BB) - _matmul(q_BB, gradient_BB)
+  left_BB, right_BB = _factors(q_BB, square_BB)
+  to_left_BB = _matmul(gradient_BB, right_BB)
+  to_right_BB = _matmul(jnp.swapaxes(left_BB, -1, -2), gradient_BB)
+  to_square_BB = to_left_BB + to_right_BB
   return (
-    2 * (gradient_BB + inner_BB)
-    + _matmul(square_BB - 2 * q_BB, inner_BB)
-    + _matmul(2 * gradient_BB + inner_BB, square_BB),
+    2 * to_left_BB - _matmul(to_square_BB, q_BB) - _matmul(q_BB, to_square_BB),
   )
 
 
 _third_order.defvjp(_third_order_forward, _third_order_backward)
+
+
+def _factors(q_BB: Array, square_BB: Array) -> tuple[Array, Array]:
+  right_BB = _eye_like(q_BB) + square_BB
+  return right_BB + 2 * q_BB, right_BB
 
 
 def _eye_like(q_BB: Array) -> Array:

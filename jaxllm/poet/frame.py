@@ -25,13 +25,11 @@ class Frame(NamedTuple):
   def enter(self, weight: Array) -> Array:
     """Psi_R W Psi_P^T, matrix axes last: `[*stack, m, n]`."""
     matrix = blocks.to_matrix(weight, self.plan.dimensions)
-    matrix = sampling.permute(matrix, self.rows.order, axis=-2)
-    return sampling.permute(matrix, self.columns.order, axis=-1)
+    return sampling.permute(matrix, self.rows.order, self.columns.order)
 
   def leave(self, matrix: Array) -> Array:
     """Undoes `enter`."""
-    matrix = sampling.permute(matrix, self.columns.inverse, axis=-1)
-    matrix = sampling.permute(matrix, self.rows.inverse, axis=-2)
+    matrix = sampling.permute(matrix, self.rows.inverse, self.columns.inverse)
     return blocks.from_matrix(matrix, self.plan.dimensions)
 
 
@@ -125,7 +123,11 @@ def rotation_blocks(
     stacked = cayley_neumann(
       jnp.stack([sides[i] for i in group]), settings.neumann_terms
     )
-    found.update(zip(group, stacked, strict=True))
+    # A split, not an index per entry: its transpose is one concatenation.
+    for i, part in zip(
+      group, jax.lax.split(stacked, [1] * len(group)), strict=True
+    ):
+      found[i] = jax.lax.squeeze(part, [0])
   return tree.unflatten(found[i] for i in range(len(sides)))
 
 

@@ -70,24 +70,27 @@ def draw(
   return [found[i] for i in range(len(shapes))]
 
 
-def permute(x: Array, order: Array, axis: int) -> Array:
-  """Gathers along `axis` (-1 or -2) with one order per stack entry.
+def permute(x: Array, rows: Array, columns: Array) -> Array:
+  """Gathers rows and columns at once, with one order per stack entry.
 
   Args:
     x: `[*stack, m, n]`.
-    order: `[*stack, m]` (axis -2) or `[*stack, n]` (axis -1).
-    axis: -1 or -2.
+    rows: `[*stack, m]`.
+    columns: `[*stack, n]`.
 
   Example:
-    permute([[1, 2, 3]], [2, 0, 1], axis=-1) = [[3, 1, 2]]
+    permute([[1, 2, 3], [4, 5, 6]], [1, 0], [2, 0, 1]) = [[6, 4, 5], [3, 1, 2]]
   """
 
-  def take(x_MN: Array, order_M: Array) -> Array:
-    return jnp.take(x_MN, order_M, axis=axis, unique_indices=True)
+  def take(x_MN: Array, rows_M: Array, columns_N: Array) -> Array:
+    # One gather of single entries: half the time of two gathers of lines.
+    return x_MN.at[rows_M[:, None], columns_N[None, :]].get(
+      mode='promise_in_bounds', unique_indices=True
+    )
 
   for _ in range(x.ndim - 2):
     take = jax.vmap(take)
-  return take(x, order)
+  return take(x, rows, columns)
 
 
 def _orders(key: Array, rows: int, dim: int, partitions: int) -> Array:

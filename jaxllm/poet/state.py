@@ -41,10 +41,11 @@ class Readings(NamedTuple):
   """Scalars of the latest update, for logs and alarms; all 0 before it.
 
   Attributes:
-    largest_angle: max theta over all planes, before a merge zeroes it (an
-      estimate from below, `spectrum.largest_angle`). Above 0.5 the truncated
-      series visibly contracts; from 1 on it diverges: lower the learning rate
-      or merge more often.
+    largest_angle: max theta over all planes (an estimate from below,
+      `spectrum.largest_angle`); 0 right after a merge, and with `merge_every=1`
+      that of the step just made. Above 0.5 the truncated series visibly
+      contracts, from 1 on it diverges: lower the learning rate or merge more
+      often.
     orthogonality_error: max |R^T R - I| entry over all blocks.
     norm_drift: max relative difference between a norm found at the start of
       the update and the one that the update before it wrote. Rounding makes

@@ -184,9 +184,13 @@ def _update(
   rotations = tree.flatten_up_to(
     optax.apply_updates(tree.unflatten(before), steps)
   )
-  readings = readings_lib.measure(state, params, rotations)
+  made = rotations
   bases, rotations, inner_state = _merge_when_due(
-    state, inner, tree, frames, bases, rotations, inner_state
+    state, inner, tree, frames, bases, made, inner_state
+  )
+  # The blocks of the new rotations are computed for the weights anyway.
+  readings = readings_lib.measure(
+    state, params, made if settings.merge_every == 1 else rotations
   )
   # Where W itself serves as base, none is stored.
   w0 = tree.unflatten(

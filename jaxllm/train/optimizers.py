@@ -11,7 +11,6 @@ code clips over both together.)
 """
 
 from collections.abc import Callable
-from collections.abc import Mapping
 import dataclasses
 import re
 from typing import Any
@@ -125,16 +124,6 @@ class OptimizerConfig:
       raise ValueError(
         f'optimizer.name={self.name!r}: choose one of {", ".join(NAMES)}'
       )
-
-  @classmethod
-  def from_dict(cls, values: Mapping[str, Any]) -> 'OptimizerConfig':
-    """Builds a config of nested dicts; unknown or missing names are errors."""
-    parts = {'adamw': AdamWConfig, 'muon': MuonConfig, 'poet': PoetConfig}
-    built = dict(values)
-    for name, kind in parts.items():
-      if isinstance(values.get(name), Mapping):
-        built[name] = _build(kind, values[name], f'optimizer.{name}')
-    return _build(cls, built, 'optimizer')
 
 
 class Optimizer(NamedTuple):
@@ -308,14 +297,3 @@ def _assign_poet(params: Any, updates: Any, opt_state: Any) -> Any:
 def _poet_readings(opt_state: Any) -> dict[str, Array]:
   readings = _poet_state(opt_state).readings
   return {f'poet/{name}': value for name, value in readings._asdict().items()}
-
-
-def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
-  names = [field.name for field in dataclasses.fields(kind)]
-  if unknown := sorted(set(values) - set(names)):
-    raise ValueError(
-      f'{where}: unknown {", ".join(unknown)}; the names are {", ".join(names)}'
-    )
-  if missing := [name for name in names if name not in values]:
-    raise ValueError(f'{where}: missing {", ".join(missing)}; add them')
-  return kind(**values)

@@ -43,6 +43,7 @@ class Console:
     self._err = err
     self._clock = clock
     self._progress: _Bar | _Lines | None = None
+    self._total = 0
     self._last_step: int | None = None
     self._how_it_ended = ''
     self._log_tail = ''
@@ -69,12 +70,17 @@ class Console:
       self._tell_restart(event.data['start'])
     kind = _Bar if self._out.isatty() else _Lines
     self._progress = kind(self, event.data)
+    self._total = event.data['total']
 
   def _on_progress(self, event: protocol.Event) -> None:
     if event.step is not None:
       self._last_step = event.step
-    if self._progress is not None:
-      self._progress.advance(event.data)
+    if self._progress is None:
+      return
+    self._progress.advance(event.data)
+    if event.data['done'] >= self._total:
+      # What comes next is said below the finished bar.
+      self.close()
 
   def _on_message(self, event: protocol.Event) -> None:
     self._line(event.data['text'])
@@ -140,6 +146,12 @@ def write_line(text: str, file: TextIO) -> None:
     file.flush()
 
 
+# Without tqdm's own rate, which reads '9.96s/steps' below one a second.
+_COUNT_FORMAT = (
+  '{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]'
+)
+
+
 class _Bar:
   """A phase on a terminal."""
 
@@ -155,8 +167,9 @@ class _Bar:
         desc=phase['name'],
         total=phase['total'],
         initial=phase['start'],
-        unit='B' if in_bytes else ' ' + phase['unit'],
+        unit='B' if in_bytes else phase['unit'],
         unit_scale=in_bytes,
+        bar_format=None if in_bytes else _COUNT_FORMAT,
         file=self._file,
         dynamic_ncols=True,
       )

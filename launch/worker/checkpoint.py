@@ -9,7 +9,6 @@ metadata, and restoring falls back from a damaged one to the one before it.
 
 from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Mapping
 import contextlib
 import dataclasses
 import errno
@@ -53,19 +52,6 @@ class CheckpointConfig:
           f'checkpoint.{name}={value!r}: set it to a whole number of at least'
           f' {least}'
         )
-
-  @classmethod
-  def from_dict(cls, values: Mapping[str, Any]) -> 'CheckpointConfig':
-    """Builds a config of a dict; unknown or missing names are errors."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    if unknown := sorted(set(values) - set(names)):
-      raise ValueError(
-        f'checkpoint: unknown {", ".join(unknown)}; the names are'
-        f' {", ".join(names)}'
-      )
-    if missing := [name for name in names if name not in values]:
-      raise ValueError(f'checkpoint: missing {", ".join(missing)}; add them')
-    return cls(**values)
 
 
 class Checkpoints:

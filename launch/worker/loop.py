@@ -266,7 +266,12 @@ def _compile(
     *[integers] * 4, integers.update(dtype=jax.numpy.float32)
   )
   step = jax.jit(program.train_step, donate_argnums=0)
-  compiled = step.lower(state, batch).compile()
+  # By shapes alone: restored arrays are bound to a device and new ones are not,
+  # yet a restart must find the program that the first attempt compiled.
+  shapes = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state
+  )
+  compiled = step.lower(shapes, batch).compile()
   report.analysis = compiled.memory_analysis()
   reporter.send(EventKind.PROGRESS, done=1)
   parameters = decoder.count_parameters(state.params)

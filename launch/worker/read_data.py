@@ -90,25 +90,6 @@ class DataConfig:
       if applies:
         raise ValueError(f'data: {complaint}.')
 
-  @classmethod
-  def from_dict(cls, settings: dict[str, Any]) -> 'DataConfig':
-    """Builds a config of nested dicts and lists, as JSON gives them.
-
-    Raises:
-      ValueError: a setting is unknown, missing or out of range.
-    """
-    _check_keys(cls, settings, 'data')
-    built = dict(settings)
-    for name in ('train', 'validation'):
-      built[name] = tuple(
-        _build(sources.Source, source, f'data.{name}[{number}]')
-        for number, source in enumerate(settings[name])
-      )
-    built['tokenizer'] = _build(
-      tokenizer_lib.TokenizerConfig, settings['tokenizer'], 'data.tokenizer'
-    )
-    return cls(**built)
-
 
 class Data(NamedTuple):
   """What `prepare` made.
@@ -278,26 +259,6 @@ def compare_manifests(
       name = f'{role}[{number}] ({after["name"]})'
       differences += [f'{name}: {line}' for line in _compare(before, after)]
   return differences
-
-
-def _check_keys(kind, settings, where):
-  known = [field.name for field in dataclasses.fields(kind)]
-  unknown = sorted(set(settings) - set(known))
-  missing = [name for name in known if name not in settings]
-  for word, names in (('unknown', unknown), ('missing', missing)):
-    if names:
-      raise ValueError(
-        f'{where}: {word} setting {", ".join(names)}; it has '
-        f'{", ".join(known)}.'
-      )
-
-
-def _build(kind, settings, where):
-  _check_keys(kind, settings, where)
-  try:
-    return kind(**settings)
-  except ValueError as error:
-    raise ValueError(f'{where}: {error}') from error
 
 
 def _check_enough(config, caches):

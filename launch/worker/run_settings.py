@@ -4,6 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+from jaxllm import settings as settings_lib
 from jaxllm.model import decoder
 from jaxllm.train import optimizers
 from launch.worker import checkpoint
@@ -86,52 +87,11 @@ def from_plain(plain: Mapping[str, Any]) -> RunSettings:
   Raises:
     ValueError: a key is unknown or missing, or a value cannot be used.
   """
-  groups = {
-    'model': decoder.DecoderConfig.from_dict,
-    'data': read_data.DataConfig.from_dict,
-    'optimizer': optimizers.OptimizerConfig.from_dict,
-    'train': _builder(TrainSettings, 'train'),
-    'evaluate': _builder(EvaluateSettings, 'evaluate'),
-    'sample': _builder(SampleSettings, 'sample'),
-    'checkpoint': checkpoint.CheckpointConfig.from_dict,
-    'log': _builder(LogSettings, 'log'),
-    'profile': _builder(ProfileSettings, 'profile'),
-  }
   # `launch` is read by the control plane.
-  known = {'init_from', 'launch', *groups}
-  if unknown := sorted(set(plain) - known):
-    raise ValueError(
-      f'config: unknown {", ".join(unknown)}; the groups are'
-      f' {", ".join(sorted(known))}'
-    )
-  if missing := sorted(known - set(plain)):
-    raise ValueError(f'config: missing {", ".join(missing)}; add them')
-  settings = RunSettings(
-    init_from=plain['init_from'],
-    **{name: build(plain[name]) for name, build in groups.items()},
-  )
+  groups = {name: group for name, group in plain.items() if name != 'launch'}
+  settings = settings_lib.build(RunSettings, groups, '')
   _check(settings)
   return settings
-
-
-def _builder(kind: type, where: str):
-  fields = {field.name: field for field in dataclasses.fields(kind)}
-
-  def build(values: Mapping[str, Any]) -> Any:
-    if unknown := sorted(set(values) - set(fields)):
-      raise ValueError(
-        f'{where}: unknown {", ".join(unknown)}; it has {", ".join(fields)}'
-      )
-    if missing := [name for name in fields if name not in values]:
-      raise ValueError(f'{where}: missing {", ".join(missing)}; add them')
-    return kind(
-      **{
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-      }
-    )
-
-  return build
 
 
 def _check(settings: RunSettings) -> None:

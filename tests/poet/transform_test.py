@@ -116,30 +116,28 @@ def test_singular_values_stay_within_the_closed_form_over_200_steps():
       jax.grad(_loss)(params, target), state, params
     )
   )
+  largest = 0.0
   shrink = 1.0  # product over merges and both sides of 1 - max theta^4
   for count in range(1, 201):
     _, new = step(params, state)
     params = effective_weights(new, params)
     if count % 40 == 0:
-      # The rotations that this step merged are gone: take the reading.
-      theta = float(new.readings.largest_angle) * 1.1
-      shrink *= (1 - theta**4) ** 2
-    else:
-      theta = max(
-        float(jnp.max(spectrum.angles(v)))
-        for v in jax.tree.leaves(new.rotations)
-      )
+      # This step's rotations are merged and gone. Adam moved no coordinate by
+      # more than 0.011, so no plane of a 4 x 4 block by more than 4 of that.
+      shrink *= (1 - (theta + 0.044) ** 4) ** 2
+    theta = max(
+      float(jnp.max(spectrum.angles(v))) for v in jax.tree.leaves(new.rotations)
+    )
+    largest = max(largest, theta)
     low = shrink * (1 - theta**4) ** 2 - 1e-5
     state = new
     if count % 10 == 0:
       ratios = jax.tree.map(
         lambda w, s: spectrum.singular_values(w) / s, params, start
       )
-      smallest = min(float(jnp.min(r)) for r in jax.tree.leaves(ratios))
-      largest = max(float(jnp.max(r)) for r in jax.tree.leaves(ratios))
-      assert low <= smallest, (count, low, smallest)
-      assert largest <= 1 + 1e-5, (count, largest)
-  assert 0.02 < float(state.readings.largest_angle) < 0.9
+      ratios = jnp.concatenate([r.reshape(-1) for r in jax.tree.leaves(ratios)])
+      assert low <= float(ratios.min()) <= float(ratios.max()) <= 1 + 1e-5
+  assert 0.05 < largest < 0.9
   moved = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), params, _params())
   assert min(jax.tree.leaves(moved)) > 0.1  # it did turn
 

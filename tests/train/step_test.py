@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm import batch as batch_lib
+from jaxllm import settings
 from jaxllm.model import decoder
 from jaxllm.train import objectives
 from jaxllm.train import optimizers
@@ -64,9 +65,14 @@ _OPTIMIZER = {
 }
 
 
+def _config(**changes) -> optimizers.OptimizerConfig:
+  return settings.build(
+    optimizers.OptimizerConfig, {**_OPTIMIZER, **changes}, 'optimizer'
+  )
+
+
 def _optimizer(name: str, steps: int = 20) -> optimizers.Optimizer:
-  config = optimizers.OptimizerConfig.from_dict({**_OPTIMIZER, 'name': name})
-  return optimizers.build(config, steps)
+  return optimizers.build(_config(name=name), steps)
 
 
 def _batch(rows: int = 4) -> batch_lib.Batch:
@@ -161,13 +167,18 @@ def test_poet_params_are_the_weights_its_state_describes():
 def test_poet_keeps_singular_values_and_trains_the_rest():
   state, step = _step('poet')
   step = jax.jit(step)
-  for _ in range(4):
-    state, _ = step(state, _batch())
+  angles = []
+  for _ in range(4):  # merges after 3
+    state, metrics = step(state, _batch())
+    angles.append(float(metrics['poet/largest_angle']))
+  # Two generations of rotations, two sides each; an estimate from below.
+  shrinkage = 4 * (1.2 * max(angles)) ** 4
+  assert shrinkage < 0.05
   before, after = (
     jnp.linalg.svd(p['layers']['mlp']['up_proj']['kernel'], compute_uv=False)
     for p in (_params(), state.params)
   )
-  chex.assert_trees_all_close(after, before, rtol=1e-3)
+  chex.assert_trees_all_close(after, before, rtol=shrinkage + 1e-5)
   for path in (('embed', 'embedding'), ('final_norm', 'scale')):
     old, new = _params(), state.params
     for part in path:
@@ -218,19 +229,20 @@ def test_muon_does_not_mix_stacked_layers():
   ('change', 'message'),
   [
     ({'name': 'sgd'}, 'choose one of adamw, muon, poet'),
-    ({'warmup': 3}, 'unknown warmup'),
-    ({'poet': {**_OPTIMIZER['poet'], 'block': 3}}, 'optimizer.poet: unknown'),
-    ({'muon': {'beta': 0.9}}, 'missing learning_rate'),
+    ({'warmup': 3}, 'unknown setting warmup'),
+    (
+      {'poet': {**_OPTIMIZER['poet'], 'block': 3}},
+      'optimizer.poet: unknown setting block',
+    ),
+    ({'muon': {'beta': 0.9}}, 'missing setting learning_rate'),
   ],
 )
 def test_bad_optimizer_settings_are_named(change, message):
   with pytest.raises(ValueError, match=message):
-    optimizers.OptimizerConfig.from_dict({**_OPTIMIZER, **change})
+    _config(**change)
 
 
 def test_a_warmup_longer_than_the_run_is_refused():
-  config = optimizers.OptimizerConfig.from_dict(
-    {**_OPTIMIZER, 'warmup_steps': 20}
-  )
+  config = _config(warmup_steps=20)
   with pytest.raises(ValueError, match=r'warmup_steps=20.*train.steps=20'):
     optimizers.build(config, 20)

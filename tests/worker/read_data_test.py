@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm import batch as batch_lib
+from jaxllm import settings as settings_lib
 from launch.worker import read_data
 
 _LENGTH = 8
@@ -57,7 +58,9 @@ def _source(path, weight=1.0):
 
 
 def _prepare(tmp_path, **changes):
-  config = read_data.DataConfig.from_dict(_settings(tmp_path, **changes))
+  config = settings_lib.build(
+    read_data.DataConfig, _settings(tmp_path, **changes), 'data'
+  )
   return read_data.prepare(
     config,
     lambda *_: None,
@@ -311,25 +314,30 @@ def test_changed_sources_are_named(tmp_path):
     ({'train': [{'kind': 'text'}]}, r'data.train\[0\]: missing setting weight'),
     ({'validation': [_source('a', 0.5)]}, 'weight of a validation source'),
     ({'validation': [_source('a')], 'holdout_every': 2}, 'are both set'),
-    ({'train': [{**_source('a'), 'kind': 'x'}]}, r"\[0\]: Source kind 'x'"),
+    (
+      {'train': [{**_source('a'), 'kind': 'x'}]},
+      r"data.train\[0\]: .*kind 'x'",
+    ),
   ],
 )
 def test_impossible_settings(tmp_path, change, message):
   with pytest.raises(ValueError, match=message):
-    read_data.DataConfig.from_dict(_settings(tmp_path, **change))
+    settings_lib.build(
+      read_data.DataConfig, _settings(tmp_path, **change), 'data'
+    )
 
 
 def test_a_missing_setting_is_named(tmp_path):
   settings = _settings(tmp_path)
   del settings['packing']
   with pytest.raises(ValueError, match='data: missing setting packing'):
-    read_data.DataConfig.from_dict(settings)
+    settings_lib.build(read_data.DataConfig, settings, 'data')
 
 
 def test_settings_survive_json(tmp_path):
-  config = read_data.DataConfig.from_dict(_settings(tmp_path))
+  config = settings_lib.build(read_data.DataConfig, _settings(tmp_path), 'data')
   as_json = json.loads(json.dumps(dataclasses.asdict(config)))
-  assert read_data.DataConfig.from_dict(as_json) == config
+  assert settings_lib.build(read_data.DataConfig, as_json, 'data') == config
 
 
 def test_too_little_text(tmp_path):
