@@ -127,6 +127,11 @@ def from_matrix(x: Array, dimensions: MatrixDimensions) -> Array:
   return jnp.moveaxis(x, (-2, -1), dimensions)
 
 
+def turn(w: Array, r: Array, p: Array, partitions: int) -> Array:
+  """R W P for block-diagonal R and P; see `turn_rows` and `turn_columns`."""
+  return turn_columns(turn_rows(w, r, partitions), p, partitions)
+
+
 def turn_rows(w: Array, r: Array, partitions: int) -> Array:
   """Diag(blocks) W: left-multiplies the leading rows of every partition.
 

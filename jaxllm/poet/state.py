@@ -41,11 +41,10 @@ class Readings(NamedTuple):
   """Scalars of the latest update, for logs and alarms; all 0 before it.
 
   Attributes:
-    largest_angle: max theta over all planes (an estimate from below,
-      `spectrum.largest_angle`); 0 right after a merge, and with `merge_every=1`
-      that of the step just made. Above 0.5 the truncated series visibly
-      contracts, from 1 on it diverges: lower the learning rate or merge more
-      often.
+    largest_angle: max theta over all planes, before a merge zeroes it (an
+      estimate from below, `spectrum.largest_angle`). Above 0.5 the truncated
+      series visibly contracts, from 1 on it diverges: lower the learning rate
+      or merge more often.
     orthogonality_error: max |R^T R - I| entry over all blocks.
     norm_drift: max relative difference between a norm found at the start of
       the update and the one that the update before it wrote. Rounding makes
@@ -145,3 +144,15 @@ def norms(weight: Array, base: Any, plan: blocks.Plan) -> Norms:
   return Norms(
     norm(weight), base if isinstance(base, optax.MaskedNode) else norm(base)
   )
+
+
+def norm_drift(state: PoetState, params: optax.Params) -> Array:
+  """Max relative difference of the norms now to those that `state` holds."""
+  plans = blocks.plans(state.settings.layout, params)
+  found = jax.tree.leaves(jax.tree.map(norms, params, state.w0, plans))
+  tiny = jnp.finfo(jnp.float32).tiny
+  drifts = [
+    jnp.max(jnp.abs(now - then) / jnp.maximum(then, tiny))
+    for now, then in zip(found, jax.tree.leaves(state.norms), strict=True)
+  ]
+  return jnp.max(jnp.stack(drifts)).astype(jnp.float32)

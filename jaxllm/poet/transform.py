@@ -32,11 +32,11 @@ import optax
 
 from jaxllm.poet import blocks
 from jaxllm.poet import frame as frame_lib
-from jaxllm.poet import readings as readings_lib
 from jaxllm.poet import restart
 from jaxllm.poet import state as state_lib
 from jaxllm.poet.state import PoetState
 from jaxllm.poet.state import Readings
+from jaxllm.poet.state import Rotation
 from jaxllm.poet.state import Settings
 
 
@@ -58,6 +58,11 @@ def poet(
   learning rate included. What `inner` sees, and any clipping in it, is the
   gradient with respect to the skew coordinates. `inner.update` receives the
   extra argument `steps_since_merge` (int32, 0 in the first step after one).
+
+  W_old + (W - W_old) differs from W in the last bit of some elements. With
+  `update(grads, state, params, as_weights=True)` the new weights themselves
+  come back in place of their change; a step that assigns them makes the params
+  a function of the state alone.
 
   Args:
     inner: any optax transform, learning rate included; its params are a tree
@@ -116,20 +121,29 @@ def poet(
 def effective_weights(state: PoetState, params: optax.Params) -> optax.Params:
   """The weights R W0 P that `state` describes, in the params' dtype.
 
-  W_old + (W - W_old) differs from W in the last bit of some elements. A step
-  that assigns these weights instead of adding the update makes the params a
-  function of the state alone. Leaves without a stored W0 (`merge_every=1`) are
-  returned as they are.
+  Leaves without a stored W0 (`merge_every=1`) are returned as they are.
 
   Args:
-    state: of `poet`, after the update.
+    state: of `poet`, after an update.
     params: the params that `state` belongs to; dtypes and shapes count, and the
       values of leaves without W0.
 
   Returns:
     A tree like params.
   """
-  return _weights(state, params, state_lib.bases(state, params))
+  settings = state.settings
+  leaves, tree = jax.tree.flatten(params)
+  weights = state_lib.bases(state, params)
+  if settings.merge_every > 1:
+    plans = tree.flatten_up_to(blocks.plans(settings.layout, params))
+    frames = frame_lib.frames(settings, state.merges, plans)
+    rotations = tree.flatten_up_to(state.rotations)
+    rebuilt = frame_lib.rebuild(settings, plans, frames, weights, rotations)
+    weights = [r.weight for r in rebuilt]
+  return tree.unflatten(
+    weight.astype(param.dtype)
+    for weight, param in zip(weights, leaves, strict=True)
+  )
 
 
 def _init(
@@ -161,6 +175,8 @@ def _update(
   updates: optax.Updates,
   state: PoetState,
   params: optax.Params | None = None,
+  *,
+  as_weights: bool = False,
   **extra_args: Any,
 ) -> tuple[optax.Updates, PoetState]:
   if params is None:
@@ -172,7 +188,7 @@ def _update(
   bases = state_lib.bases(state, params)
   before = state_lib.rotations(state, params)
   gradients = frame_lib.pull_back(
-    settings, frames, bases, before, tree.flatten_up_to(updates)
+    settings, plans, frames, bases, before, tree.flatten_up_to(updates)
   )
   steps, inner_state = inner.update(
     tree.unflatten(gradients),
@@ -184,77 +200,73 @@ def _update(
   rotations = tree.flatten_up_to(
     optax.apply_updates(tree.unflatten(before), steps)
   )
-  made = rotations
-  bases, rotations, inner_state = _merge_when_due(
-    state, inner, tree, frames, bases, made, inner_state
+  rebuilt = frame_lib.rebuild(settings, plans, frames, bases, rotations)
+  weights = tree.unflatten(
+    r.weight.astype(param.dtype)
+    for r, param in zip(rebuilt, jax.tree.leaves(params), strict=True)
   )
-  # The blocks of the new rotations are computed for the weights anyway.
-  readings = readings_lib.measure(
-    state, params, made if settings.merge_every == 1 else rotations
+  readings = Readings(
+    _largest([r.largest_angle for r in rebuilt]),
+    _largest([r.orthogonality_error for r in rebuilt]),
+    state_lib.norm_drift(state, params),
   )
-  # Where W itself serves as base, none is stored.
-  w0 = tree.unflatten(
-    old if isinstance(old, optax.MaskedNode) else base
-    for base, old in zip(bases, tree.flatten_up_to(state.w0), strict=True)
+  state = _merge_when_due(
+    state._replace(inner=inner_state, merges=merges, readings=readings),
+    inner,
+    tree,
+    [r.weight for r in rebuilt],
+    rotations,
   )
-  if settings.merge_every > 1:
-    state = state._replace(rotations=tree.unflatten(rotations))
-  state = state._replace(
-    count=optax.safe_increment(state.count),
-    w0=w0,
-    inner=inner_state,
-    merges=merges,
-    readings=readings,
+  norms = jax.tree.map(
+    state_lib.norms, weights, state.w0, tree.unflatten(plans)
   )
-  weights = _weights(state, params, bases)
-  norms = jax.tree.map(state_lib.norms, weights, w0, tree.unflatten(plans))
-  changes = jax.tree.map(jnp.subtract, weights, params)
-  return changes, state._replace(norms=norms)
+  state = state._replace(count=optax.safe_increment(state.count), norms=norms)
+  if as_weights:
+    return weights, state
+  return jax.tree.map(jnp.subtract, weights, params), state
 
 
 def _merge_when_due(
   state: PoetState,
   inner: optax.GradientTransformationExtraArgs,
   tree: jax.tree_util.PyTreeDef,
-  frames: Sequence[frame_lib.Frame],
-  *operands: Any,
-) -> Any:
-  """Bases, rotations and inner state after the merge that this step ends with.
+  weights: Sequence[Array],
+  rotations: Sequence[Rotation],
+) -> PoetState:
+  """The state with the new rotations, or merged if this step ends with that.
 
   Args:
-    state: before the update.
+    state: with the new inner state; count, W0 and rotations of before.
     inner: the inner optimizer.
     tree: structure of the params.
-    frames: of this update, one per leaf.
-    *operands: bases, new rotations (lists over leaves) and inner state.
+    weights: R W0 P of every leaf, in W0's dtype.
+    rotations: the new ones.
   """
   settings = state.settings
-
-  def merge(bases, rotations, inner_state):
-    merged = frame_lib.rebuild(settings, frames, bases, rotations)
-    zeros = jax.tree.map(jnp.zeros_like, rotations)
-    if settings.reset_inner:
-      fresh = inner.init(tree.unflatten(zeros))
-      inner_state = restart.restart(inner_state, fresh)
-    return merged, zeros, inner_state
-
-  if settings.merge_every == 1:
-    return merge(*operands)
   is_due = (state.count + 1) % settings.merge_every == 0
-  return jax.lax.cond(is_due, merge, lambda *kept: kept, *operands)
+  # Where W itself serves as W0, none is stored.
+  w0 = tree.unflatten(
+    base
+    if isinstance(base, optax.MaskedNode)
+    else jnp.where(is_due, weight, base)
+    for weight, base in zip(weights, tree.flatten_up_to(state.w0), strict=True)
+  )
+  if settings.merge_every == 1:
+    return state._replace(w0=w0)
+  zeros = tree.unflatten(jax.tree.map(jnp.zeros_like, rotations))
+  kept = state.inner
+  if settings.reset_inner:
+    fresh = restart.restart(state.inner, inner.init(zeros))
+    kept = jax.tree.map(
+      functools.partial(jnp.where, is_due), fresh, state.inner
+    )
+  rotations = jax.tree.map(
+    functools.partial(jnp.where, is_due), zeros, tree.unflatten(rotations)
+  )
+  return state._replace(w0=w0, rotations=rotations, inner=kept)
 
 
-def _weights(
-  state: PoetState, params: optax.Params, bases: Sequence[Array]
-) -> optax.Params:
-  """Effective weights of all leaves, in the params' dtype."""
-  settings = state.settings
-  leaves, tree = jax.tree.flatten(params)
-  if settings.merge_every > 1:
-    plans = tree.flatten_up_to(blocks.plans(settings.layout, params))
-    frames = frame_lib.frames(settings, state.merges, plans)
-    rotations = tree.flatten_up_to(state.rotations)
-    bases = frame_lib.rebuild(settings, frames, bases, rotations)
-  return tree.unflatten(
-    base.astype(param.dtype) for base, param in zip(bases, leaves, strict=True)
+def _largest(values: Sequence[Array]) -> Array:
+  return jnp.max(jnp.stack([jnp.max(value) for value in values])).astype(
+    jnp.float32
   )

@@ -127,20 +127,20 @@ class OptimizerConfig:
 
 
 class Optimizer(NamedTuple):
-  """An optax transform with the two things a training step needs besides.
+  """An optax transform with what a training step needs besides.
 
   Attributes:
-    transform: init and update.
+    transform: init and update; takes the extra argument `as_weights`.
     schedules: learning rate by step, one per log name.
-    assign: `(params, updates, opt_state) -> params`; like
-      `optax.apply_updates`, but POET's leaves become the weights that the state
-      describes, so that W0 and the coordinates determine the params' bits.
+    assign: `(params, updates) -> params` for updates made with
+      `as_weights=True`: adds them, but POET's are the new weights themselves,
+      so that W0 and the coordinates determine the params' bits.
     readings: `opt_state -> dict` of scalars to log.
   """
 
-  transform: optax.GradientTransformation
+  transform: optax.GradientTransformationExtraArgs
   schedules: dict[str, optax.Schedule]
-  assign: Callable[[Any, Any, Any], Any]
+  assign: Callable[[Any, Any], Any]
   readings: Callable[[Any], dict[str, Array]]
 
 
@@ -167,12 +167,16 @@ def build(config: OptimizerConfig, num_steps: int) -> Optimizer:
   schedules = {'learning_rate': adamw_schedule}
   if config.name == 'adamw':
     transform = optax.chain(clip, optax.partition(groups, parameter_groups))
-    return Optimizer(transform, schedules, _add, lambda state: {})
+    return Optimizer(
+      transform, schedules, optax.apply_updates, lambda state: {}
+    )
   if config.name == 'muon':
     schedules['learning_rate/muon'] = schedule(config.muon.learning_rate)
     groups['matrix'] = _muon(config.muon, schedules['learning_rate/muon'])
     transform = optax.chain(clip, optax.partition(groups, parameter_groups))
-    return Optimizer(transform, schedules, _add, lambda state: {})
+    return Optimizer(
+      transform, schedules, optax.apply_updates, lambda state: {}
+    )
   schedules['learning_rate/poet'] = schedule(config.poet.learning_rate)
   rest = optax.chain(
     clip,
@@ -266,34 +270,17 @@ def _poet(
   )
 
 
-def _add(params: Any, updates: Any, opt_state: Any) -> Any:
-  del opt_state
-  return optax.apply_updates(params, updates)
-
-
-def _poet_state(opt_state: Any) -> poet_lib.PoetState:
-  return opt_state.inner_states['poet'].inner_state
-
-
-def _assign_poet(params: Any, updates: Any, opt_state: Any) -> Any:
-  added = optax.apply_updates(params, updates)
-  state = _poet_state(opt_state)
-  # The state's trees have a node without leaves where a param is not POET's.
-  is_rest = jax.tree.map(
-    lambda group: group != 'matrix', parameter_groups(params)
-  )
-  masked = jax.tree.map(
-    lambda rest, param: optax.MaskedNode() if rest else param, is_rest, added
-  )
-  weights = poet_lib.effective_weights(state, masked)
+def _assign_poet(params: Any, updates: Any) -> Any:
   return jax.tree.map(
-    lambda rest, param, weight: param if rest else weight,
-    is_rest,
-    added,
-    weights,
+    lambda group, param, update: (
+      update if group == 'matrix' else optax.apply_updates(param, update)
+    ),
+    parameter_groups(params),
+    params,
+    updates,
   )
 
 
 def _poet_readings(opt_state: Any) -> dict[str, Array]:
-  readings = _poet_state(opt_state).readings
+  readings = opt_state.inner_states['poet'].inner_state.readings
   return {f'poet/{name}': value for name, value in readings._asdict().items()}

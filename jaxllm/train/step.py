@@ -76,9 +76,9 @@ def train_step(
     state.params, batch, key, loss_function, microbatches
   )
   updates, opt_state = optimizer.transform.update(
-    gradients, state.opt_state, state.params
+    gradients, state.opt_state, state.params, as_weights=True
   )
-  params = optimizer.assign(state.params, updates, opt_state)
+  params = optimizer.assign(state.params, updates)
   metrics = {
     'loss': loss.sum / jnp.maximum(loss.weight, 1.0),
     'tokens': loss.weight,
