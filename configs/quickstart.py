@@ -48,7 +48,7 @@ def get_config(arg=None):
     ),
     validation=(),
     holdout_every=20,  # documents; every 20th is held out for validation
-    sequence_length=256,
+    sequence_length=128,
     packing='pack',
     tokenizer=dict(
       file='',  # '' trains a byte-level BPE on the first train_bytes
@@ -93,7 +93,7 @@ def get_config(arg=None):
     steps=400,
     batch_size=8,  # rows of sequence_length tokens
     microbatches=1,
-    loss_chunk_tokens=2048,  # tokens whose logits exist at once
+    loss_chunk_tokens=1024,  # tokens whose logits exist at once
     seed=0,
   )
   config.evaluate = dict(every=50, max_batches=8)  # steps; batches each time

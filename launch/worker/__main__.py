@@ -4,6 +4,7 @@ The agent starts it as `python -m launch.worker --workdir=DIR --events_fd=N`.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -65,12 +66,11 @@ def _run(workdir: str, reporter: reporter_lib.Reporter) -> None:
       settings.checkpoint,
       dropped,
     )
-  try:
-    trained = loop.train(workdir, settings, data, checkpoints, reporter, stop)
-  finally:
-    checkpoints.close()
-  closing.sample(workdir, settings, data.tokenizer, trained, reporter)
-  closing.summarize(workdir, settings, trained, reporter)
+  job = loop.Job(workdir, settings, data, checkpoints, reporter, stop)
+  with contextlib.closing(checkpoints):
+    trained = loop.train(job)
+  closing.sample(job, trained)
+  closing.summarize(job, trained)
 
 
 def _prepare_data(

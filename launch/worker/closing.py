@@ -9,20 +9,11 @@ from jaxllm import generate as generate_lib
 from launch.control.protocol import EventKind
 from launch.worker import durable
 from launch.worker import loop
-from launch.worker import reporter as reporter_lib
-from launch.worker import run_settings
-from launch.worker import tokenizer as tokenizer_lib
 
 
-def sample(
-  workdir: str,
-  settings: run_settings.RunSettings,
-  tokenizer: tokenizer_lib.Tokenizer,
-  trained: loop.Trained,
-  reporter: reporter_lib.Reporter,
-) -> None:
+def sample(job: loop.Job, trained: loop.Trained) -> None:
   """Continues the config's prompts; into `samples.txt` and to the user."""
-  options = settings.sample
+  options, tokenizer = job.settings.sample, job.data.tokenizer
   if not options.prompts:
     return
   encoded = tokenizer.encode_batch(list(options.prompts))
@@ -35,7 +26,7 @@ def sample(
     trained.params,
     prompts,
     lengths,
-    jax.random.key(settings.train.seed),
+    jax.random.key(job.settings.train.seed),
     max_new_tokens=options.max_new_tokens,
     temperature=options.temperature,
     top_k=options.top_k,
@@ -49,20 +40,16 @@ def sample(
   ):
     continuation = tokenizer.decode(tokens[: int(length)].tolist())
     texts.append(f'--- sample: {prompt!r}\n{prompt}{continuation}')
-    reporter.send(EventKind.MESSAGE, text=texts[-1])
-  path = os.path.join(workdir, 'samples.txt')
+    job.reporter.send(EventKind.MESSAGE, text=texts[-1])
+  path = os.path.join(job.workdir, 'samples.txt')
   with open(f'{path}.tmp', 'w', encoding='utf-8') as file:
     file.write('\n'.join(texts) + '\n')
   durable.publish(f'{path}.tmp', path)
 
 
-def summarize(
-  workdir: str,
-  settings: run_settings.RunSettings,
-  trained: loop.Trained,
-  reporter: reporter_lib.Reporter,
-) -> None:
+def summarize(job: loop.Job, trained: loop.Trained) -> None:
   """Tells the user what came out, where it lies and what to try next."""
+  workdir, settings = job.workdir, job.settings
   records = trained.records
   validations = [r for r in records if 'validation_loss' in r]
   lines = [f'--- done: {len(records)} steps with {settings.optimizer.name}']
@@ -92,4 +79,4 @@ def summarize(
     f'try next: the same command with --config.optimizer.name={other}'
     f' --workdir={os.path.normpath(workdir)}-{other}'
   )
-  reporter.send(EventKind.MESSAGE, text='\n'.join(lines))
+  job.reporter.send(EventKind.MESSAGE, text='\n'.join(lines))

@@ -72,6 +72,17 @@ class StopRequest:
     return self._signalled or not self._reporter.connected
 
 
+class Job(NamedTuple):
+  """What one attempt works with; see the modules of the fields' types."""
+
+  workdir: str
+  settings: run_settings.RunSettings
+  data: read_data.Data
+  checkpoints: checkpoint.Checkpoints
+  reporter: reporter_lib.Reporter
+  stop: StopRequest
+
+
 def build_program(settings: run_settings.RunSettings) -> Program:
   """Builds model, optimizer and the functions of a run."""
   model = decoder.Decoder(settings.model)
@@ -103,14 +114,7 @@ def build_program(settings: run_settings.RunSettings) -> Program:
   return Program(model, optimizer, initial_state, train_step, evaluation_loss)
 
 
-def train(
-  workdir: str,
-  settings: run_settings.RunSettings,
-  data: read_data.Data,
-  checkpoints: checkpoint.Checkpoints,
-  reporter: reporter_lib.Reporter,
-  stop: StopRequest,
-) -> Trained:
+def train(job: Job) -> Trained:
   """Trains from the newest good checkpoint to the last step.
 
   Raises:
@@ -120,62 +124,47 @@ def train(
     outcome.BadSetting: the model cannot be built, or what the workdir or
       `init_from` holds belongs to another one.
   """
+  settings = job.settings
   with outcome.memory_report(settings) as report:
     with outcome.before_the_first_step():
       program = build_program(settings)
-      state, step = _start(settings, program, checkpoints, reporter)
-      run_step = _compile(settings, program, state, reporter, report)
-      evaluate = _evaluator(settings, program, data)
+      state, step = _start(job, program)
+      run_step = _compile(job, program, state, report)
+      evaluate = _evaluator(settings, program, job.data)
       record = recorder.Recorder(
-        workdir, settings, step, _flops_per_token(settings), reporter
+        job.workdir, settings, step, _flops_per_token(settings), job.reporter
       )
-    try:
-      state, step = _run_steps(
-        settings,
-        data,
-        run_step,
-        evaluate,
-        checkpoints,
-        record,
-        reporter,
-        stop,
-        _Profiler(workdir, settings.profile),
-        state,
-        step,
-      )
-    finally:
-      record.close()
+    with contextlib.closing(record):
+      state, step = _run_steps(job, run_step, evaluate, record, state, step)
   if step < settings.train.steps:
-    raise outcome.Preempted(f'stopped after step {step}, which is saved')
+    done = f'after step {step}, which is saved' if step else 'at the start'
+    raise outcome.Preempted(f'stopped {done}')
   return Trained(program, state.params, record.records())
 
 
 def _run_steps(
-  settings: run_settings.RunSettings,
-  data: read_data.Data,
+  job: Job,
   run_step: Callable[..., Any],
   evaluate: Callable[[Any], objectives.Loss],
-  checkpoints: checkpoint.Checkpoints,
   record: recorder.Recorder,
-  reporter: reporter_lib.Reporter,
-  stop: StopRequest,
-  profiler: '_Profiler',
   state: step_lib.TrainState,
   step: int,
 ) -> tuple[step_lib.TrainState, int]:
   """Runs until the last step or a stop request; saves what it ends with."""
+  settings, checkpoints = job.settings, job.checkpoints
   steps, batch_size = settings.train.steps, settings.train.batch_size
+  profiler = _Profiler(job.workdir, settings.profile)
+  position = step * batch_size
   batches = read_data.batches(
-    data.train, batch_size, step * batch_size, process_index=0, process_count=1
+    job.data.train, batch_size, position, process_index=0, process_count=1
   )
-  reporter.send(
+  job.reporter.send(
     EventKind.PHASE, name='training', total=steps, unit='steps', start=step
   )
   unread = None  # the step whose metrics nobody has read yet
   saved = step
-  position = step * batch_size
   with contextlib.closing(batches):
-    while step < steps and not stop:
+    while step < steps and not job.stop:
       profiler.before(step)
       position, batch = next(batches)
       position += batch_size
@@ -195,33 +184,27 @@ def _run_steps(
         unread = None
         checkpoints.save(step, state, {'position': position})
         saved = step
-      _report_saved(checkpoints, reporter)
+      _report_saved(job)
   if unread is not None:
     record.write(*unread)
   if saved < step:
     checkpoints.save(step, state, {'position': position})
   checkpoints.wait()
-  _report_saved(checkpoints, reporter)
+  _report_saved(job)
   return state, step
 
 
-def _report_saved(
-  checkpoints: checkpoint.Checkpoints, reporter: reporter_lib.Reporter
-) -> None:
-  for step in checkpoints.saved():
-    reporter.send(EventKind.CHECKPOINT_SAVED, step=step)
+def _report_saved(job: Job) -> None:
+  for step in job.checkpoints.saved():
+    job.reporter.send(EventKind.CHECKPOINT_SAVED, step=step)
 
 
-def _start(
-  settings: run_settings.RunSettings,
-  program: Program,
-  checkpoints: checkpoint.Checkpoints,
-  reporter: reporter_lib.Reporter,
-) -> tuple[step_lib.TrainState, int]:
+def _start(job: Job, program: Program) -> tuple[step_lib.TrainState, int]:
   """State and step to begin with: checkpoint, other run's weights, or new."""
+  settings, reporter = job.settings, job.reporter
   seed = settings.train.seed
   target = jax.eval_shape(program.initial_state, seed)
-  restored = checkpoints.restore(target)
+  restored = job.checkpoints.restore(target)
   if restored is not None:
     expected = restored.step * settings.train.batch_size
     if restored.metadata['position'] != expected:
@@ -249,13 +232,13 @@ def _start(
 
 
 def _compile(
-  settings: run_settings.RunSettings,
+  job: Job,
   program: Program,
   state: step_lib.TrainState,
-  reporter: reporter_lib.Reporter,
   report: outcome.MemoryReport,
 ) -> Callable[..., Any]:
   """Compiles the step ahead of time and says how large everything is."""
+  settings, reporter = job.settings, job.reporter
   reporter.send(
     EventKind.PHASE, name='compiling', total=1, unit='programs', start=0
   )
