@@ -10,8 +10,9 @@ Reaches:   published validation perplexity 19.88 (POET-BS, b = 256; AdamW
 Qiu et al., `arXiv 2506.08001 <https://arxiv.org/abs/2506.08001>`_, appendix E,
 tables 8 to 10. The authors use T5's tokenizer, one document per row; here a
 byte-level BPE of the same size is trained on the corpus, unless
-data.tokenizer.file names a tokenizer.json. Weights and moments are float32
-here, bfloat16 there.
+data.tokenizer.file names a tokenizer.json. Also different here: weights,
+moments are float32 (there bfloat16), POET's gradients are clipped apart from
+the others' (there jointly), and the clip threshold does not drop after merges.
 
 Data: the files c4-train.*.json.gz and c4-validation.*.json.gz of allenai/c4
 (English) under data/c4/en, or --config.data.train[0].files=GLOB.
@@ -120,7 +121,7 @@ def get_config(arg=None):
   )
   config.evaluate = dict(every=1000, max_batches=20)  # steps; batches each time
   config.sample = dict(
-    prompts=('The ', 'In a ', 'How to '),
+    prompts=('The', 'In a', 'How to'),
     max_new_tokens=128,
     temperature=0.8,
     top_k=0,

@@ -2,8 +2,8 @@
 
 Command:   python -m launch.main --config=configs/quickstart.py
 Hardware:  2 CPU cores, 2 GB of memory, no download.
-Time:      @TIME@ (the tokenizer and the token cache included).
-Reaches:   @REACHES@
+Time:      4 to 5 minutes, the tokenizer and the token cache included.
+Reaches:   validation loss 4.8, perplexity 119, after 300 steps
 
 Compare optimizers: add --config.optimizer.name=adamw (or muon) and another
 --workdir.
@@ -75,14 +75,14 @@ def get_config(arg=None):
     ),
     muon=dict(learning_rate=3e-3, beta=0.95, weight_decay=0.01),
     poet=dict(
-      learning_rate=4e-3,
+      learning_rate=2e-3,
       beta1=0.9,
       beta2=0.999,
       epsilon=1e-6,
       clip_norm=1.0,
       block_size=64,
       neumann_terms=3,
-      merge_every=100,
+      merge_every=25,
       reset_inner=True,
       partitions=1,
       seed=0,
@@ -90,7 +90,7 @@ def get_config(arg=None):
   )
 
   config.train = dict(
-    steps=400,
+    steps=300,
     batch_size=8,  # rows of sequence_length tokens
     microbatches=1,
     loss_chunk_tokens=1024,  # tokens whose logits exist at once
@@ -98,7 +98,7 @@ def get_config(arg=None):
   )
   config.evaluate = dict(every=50, max_batches=8)  # steps; batches each time
   config.sample = dict(
-    prompts=('def ', 'import ', 'class '),
+    prompts=('def', 'import', 'class'),
     max_new_tokens=64,
     temperature=0.8,
     top_k=40,

@@ -50,6 +50,7 @@ saves and ends; a second Ctrl-C ends at once.
 
 Exit codes:
   0   done
+  1   the journal or another file of the launcher cannot be written
   2   a setting, a path or the data is wrong
   10  the loss or the gradients are not finite
   11  out of device or host memory

@@ -168,7 +168,9 @@ def test_weights_of_another_run_are_where_training_begins(
   program = loop.build_program(settings)
   target = jax.eval_shape(program.initial_state, 0).params
   params = checkpoint.restore_params(str(trained), target, _never)
-  data = read_data.prepare(settings.data, _never, _never)
+  data = read_data.prepare(
+    settings.data, settings.model.vocab_size, _never, _never
+  )
   with contextlib.closing(
     read_data.batches(data.train, 4, 0, process_index=0, process_count=1)
   ) as batches:
@@ -261,8 +263,13 @@ def test_a_full_disk_ends_the_launch_and_with_space_it_continues(
   small_disk, corpus, trained
 ):
   disk, grow = small_disk
-  run = launched_run.LaunchedRun(disk / 'run', corpus, *_SHORT)
-  run.launch('--config.checkpoint.keep_last=9')
+  flags = (
+    *_SHORT,
+    '--config.checkpoint.keep_last=9',
+    '--config.log.tensorboard=True',
+  )
+  run = launched_run.LaunchedRun(disk / 'run', corpus, *flags)
+  run.launch()
   assert run.finish() == ExitCode.DISK_FULL
   assert run.exits() == [ExitCode.DISK_FULL]
   (line,) = run.errors().splitlines()
@@ -271,7 +278,7 @@ def test_a_full_disk_ends_the_launch_and_with_space_it_continues(
   assert saved
   assert saved[-1] < 3
   assert grow('16m') == 0
-  run.launch('--config.checkpoint.keep_last=9')
+  run.launch()
   assert run.finish() == 0
   assert f'continuing from step {saved[-1]}' in run.output()
   undisturbed = launched_run.LaunchedRun(trained, corpus)

@@ -54,8 +54,9 @@ def problem(values: dict[str, float]) -> str | None:
   Args:
     values: of one step, as `train_step` names them.
   """
-  for name in ('loss', 'grad_norm'):
-    if not math.isfinite(values[name]):
+  # The norm and the validation loss are of the weights after the update.
+  for name in ('loss', 'grad_norm', 'param_norm', 'validation_loss'):
+    if not math.isfinite(values.get(name, 0.0)):
       return (
         f'{name} is {values[name]}: lower the learning rate, clip harder, or'
         ' look at the data of this step'

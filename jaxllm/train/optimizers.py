@@ -12,6 +12,7 @@ code clips over both together.)
 
 from collections.abc import Callable
 import dataclasses
+import math
 import re
 from typing import Any
 from typing import NamedTuple
@@ -52,6 +53,9 @@ class AdamWConfig:
   weight_decay: float
   clip_norm: float
 
+  def __post_init__(self):
+    _check('optimizer.adamw', self)
+
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
@@ -66,6 +70,9 @@ class MuonConfig:
   learning_rate: float
   beta: float
   weight_decay: float
+
+  def __post_init__(self):
+    _check('optimizer.muon', self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +105,9 @@ class PoetConfig:
   partitions: int
   seed: int
 
+  def __post_init__(self):
+    _check('optimizer.poet', self)
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -123,6 +133,14 @@ class OptimizerConfig:
     if self.name not in NAMES:
       raise ValueError(
         f'optimizer.name={self.name!r}: choose one of {", ".join(NAMES)}'
+      )
+    if self.warmup_steps < 0:
+      raise ValueError(
+        f'optimizer.warmup_steps={self.warmup_steps}: give 0 or more'
+      )
+    if not 0 <= self.final_fraction <= 1:
+      raise ValueError(
+        f'optimizer.final_fraction={self.final_fraction} is not in [0, 1]'
       )
 
 
@@ -284,3 +302,19 @@ def _assign_poet(params: Any, updates: Any) -> Any:
 def _poet_readings(opt_state: Any) -> dict[str, Array]:
   readings = opt_state.inner_states['poet'].inner_state.readings
   return {f'poet/{name}': value for name, value in readings._asdict().items()}
+
+
+def _check(where: str, config: Any) -> None:
+  """Refuses numbers that no optimizer can mean, by the settings' names."""
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if field.name.startswith('beta'):
+      ok, wanted = 0 <= value < 1, 'in [0, 1)'
+    elif field.name == 'weight_decay':
+      ok, wanted = 0 <= value < math.inf, '0 or more'
+    elif field.name in ('learning_rate', 'clip_norm', 'epsilon'):
+      ok, wanted = 0 < value < math.inf, 'above 0'
+    else:  # POET's own, which `poet` checks
+      continue
+    if not ok:
+      raise ValueError(f'{where}.{field.name}={value}: give a number {wanted}')

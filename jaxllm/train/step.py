@@ -68,8 +68,8 @@ def train_step(
 
   Returns:
     The next state, and float32 scalars: `loss` (nats per token), `tokens`
-    (targets counted), `grad_norm` (before clipping), learning rates and
-    POET's readings.
+    (targets counted), `grad_norm` (before clipping), `param_norm` (of the new
+    weights), learning rates and POET's readings.
   """
   key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
   loss, gradients = loss_and_gradients(
@@ -83,6 +83,7 @@ def train_step(
     'loss': loss.sum / jnp.maximum(loss.weight, 1.0),
     'tokens': loss.weight,
     'grad_norm': optax.tree.norm(gradients),
+    'param_norm': optax.tree.norm(params),
     **{
       name: jnp.asarray(schedule(state.step), jnp.float32)
       for name, schedule in optimizer.schedules.items()

@@ -277,7 +277,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _failed_start(attempt: int, error: OSError) -> tuple[protocol.Event, ...]:
-  full = error.errno == errno.ENOSPC
+  full = error.errno in (errno.ENOSPC, errno.EDQUOT)
   exit_code = protocol.ExitCode.DISK_FULL if full else protocol.ExitCode.CRASHED
   return (
     _event(protocol.EventKind.WORKER_STARTED, attempt=attempt, pid=None),

@@ -198,7 +198,11 @@ def _translated(error: sqlite3.Error, path: str) -> Exception:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
   if name.startswith(('SQLITE_READONLY', 'SQLITE_PERM')):
     return OSError(errno.EACCES, os.strerror(errno.EACCES), path)
-  if name.startswith(('SQLITE_IOERR', 'SQLITE_BUSY')):
+  if name.startswith('SQLITE_IOERR'):
+    # SQLite keeps the system's error to itself; a used up quota is one.
+    hint = 'is the disk full, or a quota used up?'
+    return OSError(errno.EIO, f'{error} ({hint})', path)
+  if name.startswith('SQLITE_BUSY'):
     return OSError(errno.EIO, str(error), path)
   return _broken(path, error)
 

@@ -5,6 +5,7 @@ holds what the first start found out and every later one must repeat.
 """
 
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import json
 import math
@@ -15,9 +16,16 @@ import ml_collections
 
 from launch.control import policy
 
-# What may change between two starts of one run: nothing that decides which
-# numbers it computes.
-CHANGEABLE = ('checkpoint', 'launch', 'log', 'profile')
+# The groups and keys that may change between two starts of one run: they decide
+# none of the numbers that it logs. (`evaluate` does: the validation losses.)
+CHANGEABLE = (
+  'checkpoint',
+  'data.cache_dir',
+  'launch',
+  'log',
+  'profile',
+  'sample',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +60,14 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
     )
   return LaunchSettings(
     limits=policy.Limits(
-      max_restarts=_at_least_0(group, 'max_restarts', int),
-      max_restarts_without_progress=_at_least_0(
-        group, 'max_restarts_without_progress', int
+      max_restarts=_at_least(0, group, 'max_restarts', int),
+      # At 0 the first crash would count as a restart that did not help.
+      max_restarts_without_progress=_at_least(
+        1, group, 'max_restarts_without_progress', int
       ),
-      backoff_s=_at_least_0(group, 'backoff_s', float),
+      backoff_s=_at_least(0, group, 'backoff_s', float),
     ),
-    grace_s=_at_least_0(group, 'grace_s', float),
+    grace_s=_at_least(0, group, 'grace_s', float),
   )
 
 
@@ -78,20 +87,27 @@ def to_plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def bind(workdir: str, plain: dict[str, Any]) -> None:
-  """Makes `plain` the config of the workdir, unless it already has another.
+  """Makes `plain` the config of the workdir, unless it holds another's results.
+
+  Before there are results, a start was perhaps refused for a setting, and the
+  corrected command takes the workdir over.
 
   Args:
     workdir: an existing directory.
     plain: from `to_plain`.
 
   Raises:
-    ValueError: when the workdir holds a run that computes something else; then
-      nothing on the disk has changed.
+    ValueError: when the workdir holds results of a run that computes something
+      else; then nothing on the disk has changed.
     OSError: when it cannot be read or written.
   """
   path = os.path.join(workdir, 'config.json')
   text = json.dumps(plain, indent=2) + '\n'
-  if os.path.exists(path):
+  if not _has_results(workdir):
+    # It says which data the run began on, and the run has not begun.
+    with contextlib.suppress(FileNotFoundError):
+      os.remove(os.path.join(workdir, 'data.json'))
+  elif os.path.exists(path):
     _refuse_another_run(workdir, old=_read_json(path), new=json.loads(text))
   _write_atomically(path, text)
 
@@ -126,7 +142,9 @@ def recorded_num_cores(workdir: str, environment: Mapping[str, str]) -> int:
   return int(text)
 
 
-def _at_least_0(group: ml_collections.ConfigDict, key: str, kind: type) -> Any:
+def _at_least(
+  minimum: int, group: ml_collections.ConfigDict, key: str, kind: type
+) -> Any:
   if key not in group:
     raise ValueError(f'the config has no key launch.{key}; add it')
   value = group[key]
@@ -135,11 +153,11 @@ def _at_least_0(group: ml_collections.ConfigDict, key: str, kind: type) -> Any:
     not isinstance(value, accepted)
     or isinstance(value, bool)
     or not math.isfinite(value)
-    or value < 0
+    or value < minimum
   ):
     raise ValueError(
-      f'launch.{key} is {value!r}; set it to {kind.__name__} >= 0, e.g. '
-      f'--config.launch.{key}=3'
+      f'launch.{key} is {value!r}; set it to {kind.__name__} >= {minimum}, '
+      f'e.g. --config.launch.{key}=3'
     )
   return kind(value)
 
@@ -170,7 +188,7 @@ def _refuse_another_run(
   workdir: str, old: dict[str, Any], new: dict[str, Any]
 ) -> None:
   old, new = (
-    _flat({key: value for key, value in tree.items() if key not in CHANGEABLE})
+    {key: text for key, text in _flat(tree).items() if not _may_change(key)}
     for tree in (old, new)
   )
   differing = [
@@ -186,12 +204,38 @@ def _refuse_another_run(
   ]
   if len(differing) > 5:
     shown.append(f'and {len(differing) - 5} more')
-  checkpoints = os.path.join(workdir, 'checkpoints')
+  remedy = 'pass another --workdir'
+  if _has_checkpoint(workdir):
+    checkpoints = os.path.join(workdir, 'checkpoints')
+    remedy += (
+      f', and --config.init_from={checkpoints} to begin with the weights of '
+      'this one'
+    )
   raise ValueError(
-    f'{workdir} holds a run with another config ({"; ".join(shown)}); pass '
-    f'another --workdir, and --config.init_from={checkpoints} to begin with '
-    'the weights of this one'
+    f'{workdir} holds a run with another config ({"; ".join(shown)}); {remedy}'
   )
+
+
+def _may_change(key: str) -> bool:
+  """Whether a flat key, such as 'log.every', is in CHANGEABLE."""
+  return any(
+    key == name or key.startswith((f'{name}.', f'{name}['))
+    for name in CHANGEABLE
+  )
+
+
+def _has_results(workdir: str) -> bool:
+  log = os.path.join(workdir, 'metrics.jsonl')
+  logged = os.path.exists(log) and os.path.getsize(log) > 0
+  return logged or _has_checkpoint(workdir)
+
+
+def _has_checkpoint(workdir: str) -> bool:
+  try:
+    with os.scandir(os.path.join(workdir, 'checkpoints')) as entries:
+      return any(entry.name.isdecimal() and entry.is_dir() for entry in entries)
+  except (FileNotFoundError, NotADirectoryError):
+    return False
 
 
 def _flat(tree: Any, path: str = '') -> dict[str, str]:

@@ -39,13 +39,14 @@ def main() -> int:
   except Exception as error:
     exit_code, text = outcome.describe(error)
     details = traceback.format_exc()
-    print(details, file=sys.stderr, flush=True)
     reporter.send(
       EventKind.ERROR,
       text=text,
       exit_code=int(exit_code),
       traceback=details if exit_code == ExitCode.CRASHED else '',
     )
+    with contextlib.suppress(OSError):  # the log may be on the full disk
+      print(details, file=sys.stderr, flush=True)
     return int(exit_code)
   return int(ExitCode.DONE)
 
@@ -60,6 +61,7 @@ def _run(workdir: str, reporter: reporter_lib.Reporter) -> None:
     with open(os.path.join(workdir, 'config.json'), encoding='utf-8') as file:
       settings = run_settings.from_plain(json.load(file))
     _keep_compiled_programs(settings.log.compilation_cache_dir)
+    loop.check(settings)
     data = _prepare_data(workdir, settings, reporter, stop)
     checkpoints = checkpoint.Checkpoints(
       os.path.join(workdir, 'checkpoints'),
@@ -95,15 +97,10 @@ def _prepare_data(
 
   data = read_data.prepare(
     settings.data,
+    settings.model.vocab_size,
     report,
     lambda text: reporter.send(EventKind.MESSAGE, text=text),
   )
-  words = data.tokenizer.vocab_size
-  if words > settings.model.vocab_size:
-    raise ValueError(
-      f'the tokenizer has {words} tokens, model.vocab_size is'
-      f' {settings.model.vocab_size}: raise it to {words} or more'
-    )
   path = os.path.join(workdir, 'data.json')
   saved = durable.read_json(path)
   if saved is None:

@@ -9,6 +9,7 @@ from jaxllm import generate as generate_lib
 from launch.control.protocol import EventKind
 from launch.worker import durable
 from launch.worker import loop
+from launch.worker import outcome
 
 
 def sample(job: loop.Job, trained: loop.Trained) -> None:
@@ -21,19 +22,21 @@ def sample(job: loop.Job, trained: loop.Trained) -> None:
   prompts = np.full((len(encoded), lengths.max()), tokenizer.pad_id, np.int32)
   for row, tokens in zip(prompts, encoded, strict=True):
     row[: len(tokens)] = tokens
-  generation = generate_lib.generate(
-    trained.program.model,
-    trained.params,
-    prompts,
-    lengths,
-    jax.random.key(job.settings.train.seed),
-    max_new_tokens=options.max_new_tokens,
-    temperature=options.temperature,
-    top_k=options.top_k,
-    top_p=options.top_p,
-    end_tokens=(tokenizer.end_id,),
-    pad_id=tokenizer.pad_id,
-  )
+  with outcome.memory_report(job.settings):
+    generation = generate_lib.generate(
+      trained.program.model,
+      trained.params,
+      prompts,
+      lengths,
+      jax.random.key(job.settings.train.seed),
+      max_new_tokens=options.max_new_tokens,
+      temperature=options.temperature,
+      top_k=options.top_k,
+      top_p=options.top_p,
+      end_tokens=(tokenizer.end_id,),
+      pad_id=tokenizer.pad_id,
+    )
+    jax.block_until_ready(generation)
   texts = []
   for prompt, tokens, length in zip(
     options.prompts, generation.tokens, generation.lengths, strict=True

@@ -25,9 +25,9 @@ def write_json(file: str, content: Any) -> None:
 
 def publish(temporary: str, file: str) -> None:
   """Renames a written file once its bytes are on the disk."""
-  _sync(temporary)
+  sync(temporary)
   os.replace(temporary, file)
-  _sync(os.path.dirname(file))
+  sync(os.path.dirname(file))
 
 
 def read_json(file: str) -> Any:
@@ -70,7 +70,8 @@ def locked(path: str, tell: Tell) -> Iterator[None]:
     yield
 
 
-def _sync(path: str) -> None:
+def sync(path: str) -> None:
+  """Waits until a file's bytes, or a directory's names, are on the disk."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)

@@ -114,6 +114,15 @@ def build_program(settings: run_settings.RunSettings) -> Program:
   return Program(model, optimizer, initial_state, train_step, evaluation_loss)
 
 
+def check(settings: run_settings.RunSettings) -> None:
+  """Builds everything without arrays, before the data is prepared.
+
+  Raises:
+    ValueError: the model or the optimizer refuses its settings.
+  """
+  jax.eval_shape(build_program(settings).initial_state, settings.train.seed)
+
+
 def train(job: Job) -> Trained:
   """Trains from the newest good checkpoint to the last step.
 
@@ -136,6 +145,7 @@ def train(job: Job) -> Trained:
       )
     with contextlib.closing(record):
       state, step = _run_steps(job, run_step, evaluate, record, state, step)
+      record.draw()
   if step < settings.train.steps:
     done = f'after step {step}, which is saved' if step else 'at the start'
     raise outcome.Preempted(f'stopped {done}')
@@ -163,7 +173,7 @@ def _run_steps(
   )
   unread = None  # the step whose metrics nobody has read yet
   saved = step
-  with contextlib.closing(batches):
+  with contextlib.closing(batches), contextlib.closing(profiler):
     while step < steps and not job.stop:
       profiler.before(step)
       position, batch = next(batches)
@@ -182,12 +192,14 @@ def _run_steps(
         # Only finite numbers are saved: read this step before saving it.
         record.write(*unread)
         unread = None
+        record.sync()
         checkpoints.save(step, state, {'position': position})
         saved = step
       _report_saved(job)
   if unread is not None:
     record.write(*unread)
   if saved < step:
+    record.sync()
     checkpoints.save(step, state, {'position': position})
   checkpoints.wait()
   _report_saved(job)
@@ -227,6 +239,9 @@ def _start(job: Job, program: Program) -> tuple[step_lib.TrainState, int]:
       lambda params: step_lib.init_state(params, program.optimizer, seed)
     )(params)
     reporter.send(EventKind.MESSAGE, text=f'weights from {settings.init_from}')
+    # The other run may train on: a restart must find the same beginning.
+    job.checkpoints.save(0, state, {'position': 0})
+    job.checkpoints.wait()
     return state, 0
   return jax.jit(program.initial_state)(seed), 0
 
@@ -311,8 +326,13 @@ class _Profiler:
       self._is_on = True
 
   def after(self, step: int, metrics: dict[str, jax.Array]) -> None:
-    if self._is_on and step == self._last:
+    if step == self._last:
       jax.block_until_ready(metrics)
+      self.close()
+
+  def close(self) -> None:
+    """Ends the trace if it is still on, as when training ends inside it."""
+    if self._is_on:
       jax.profiler.stop_trace()
       self._is_on = False
 

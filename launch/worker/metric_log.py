@@ -10,6 +10,8 @@ import json
 import os
 from typing import Any
 
+from launch.worker import durable
+
 # `mismatch(step, key, old, new)`: a repeated step gave another value; None
 # where one of the two attempts has no such value.
 Mismatch = Callable[[int, str, float | None, float | None], None]
@@ -33,6 +35,8 @@ class MetricLog:
     self._mismatch = mismatch
     self._next_step = first_step
     _cut_partial_line(path)
+    # Power loss takes a new file whose name is not on the disk.
+    durable.sync(os.path.dirname(path))
     records = read(path)
     _check_joins(path, records, first_step)
     self._logged = {
@@ -65,6 +69,14 @@ class MetricLog:
     else:
       self._compare(step, old, floats)
     self._next_step = step + 1
+
+  def sync(self) -> None:
+    """Waits until every line is on the disk, safe from power loss.
+
+    Raises:
+      OSError: it is not.
+    """
+    os.fsync(self._file)
 
   def close(self) -> None:
     """Closes the file; the kernel has every line since its `write`."""

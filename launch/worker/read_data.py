@@ -109,11 +109,15 @@ class Data(NamedTuple):
 
 
 def prepare(
-  config: DataConfig, report: durable.Report, tell: durable.Tell
+  config: DataConfig,
+  vocab_size: int,
+  report: durable.Report,
+  tell: durable.Tell,
 ) -> Data:
   """Makes the tokenizer and the token caches, or finds them made.
 
   Args:
+    vocab_size: the model's; checked before hours of tokenising.
     report: `report(name, done, total, unit)`, called as work goes on; a new
       name begins a new piece of work.
     tell: called with a line when something deserves one.
@@ -122,10 +126,17 @@ def prepare(
     ValueError: the data cannot be used; the message says what to change.
     OSError: the disk is full; finished work stays.
   """
+  for source in (*config.train, *config.validation):
+    sources.list_files(source)  # every mistake at once, not one after hours
   cache_dir = os.path.abspath(os.path.expanduser(config.cache_dir))
   tokenizer = tokenizer_lib.prepare(
     config.tokenizer, config.train, cache_dir, report, tell
   )
+  if tokenizer.vocab_size > vocab_size:
+    raise ValueError(
+      f'the tokenizer has {tokenizer.vocab_size} tokens, model.vocab_size is'
+      f' {vocab_size}: raise it to {tokenizer.vocab_size} or more'
+    )
 
   def caches(sources_, holdout_every):
     layout = token_cache.Layout(
@@ -333,8 +344,17 @@ def _compare(before, after):
   for name in ('kind', 'field', 'split', 'weight'):
     if before[name] != after[name]:
       yield f'{name} was {before[name]!r}, is {after[name]!r}'
-  old = {file['name']: file for file in before['files']}
-  new = {file['name']: file for file in after['files']}
+  same = True
+  for line in _compare_files(before['files'], after['files']):
+    same = False
+    yield line
+  if same and before['digest'] != after['digest']:
+    yield 'its rows are made in another way by this version of the code'
+
+
+def _compare_files(before, after):
+  old = {file['name']: file for file in before}
+  new = {file['name']: file for file in after}
   for name in sorted(old.keys() | new.keys()):
     if name not in new:
       yield f'file {name} was removed'

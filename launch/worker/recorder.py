@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import jax
-import tensorboardX
 
 from jaxllm.train import metrics as metrics_lib
 from jaxllm.train import objectives
@@ -15,6 +14,7 @@ from launch.worker import outcome
 from launch.worker import plots
 from launch.worker import reporter as reporter_lib
 from launch.worker import run_settings
+from launch.worker import tensorboard
 
 # Rounding alone gives 1e-6; a flipped high bit of one weight gives far more.
 _NORM_DRIFT_WARNING = 1e-3
@@ -42,8 +42,8 @@ class Recorder:
     )
     self._board = None
     if settings.log.tensorboard:
-      self._board = tensorboardX.SummaryWriter(
-        os.path.join(workdir, 'tensorboard'), purge_step=step + 1
+      self._board = tensorboard.EventFile(
+        os.path.join(workdir, 'tensorboard'), step + 1
       )
 
   def write(
@@ -61,6 +61,7 @@ class Recorder:
 
     Raises:
       outcome.NotFinite: training must not go on from this step.
+      OSError: a record was not written (a full disk, say).
     """
     values = {k: float(v) for k, v in jax.device_get(metrics).items()}
     values['perplexity'] = metrics_lib.perplexity(values['loss'])
@@ -72,8 +73,7 @@ class Recorder:
     timings = self._timings(values['tokens'])
     self._log.write(step, values, timings)
     if self._board is not None:
-      for name, value in {**values, **timings}.items():
-        self._board.add_scalar(name, value, step)
+      self._board.write(step, {**values, **timings})
     if validation is not None:
       self.draw()
     self._report(step, values, timings)
@@ -83,6 +83,14 @@ class Recorder:
   def records(self) -> list[dict[str, Any]]:
     """All records of the run so far, one dict per step."""
     return metric_log.read(os.path.join(self._workdir, 'metrics.jsonl'))
+
+  def sync(self) -> None:
+    """Waits until the log is on the disk, where a checkpoint may follow it.
+
+    Raises:
+      OSError: it is not.
+    """
+    self._log.sync()
 
   def draw(self) -> None:
     """Draws the loss curve anew."""

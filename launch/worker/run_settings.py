@@ -128,5 +128,12 @@ def _check(settings: RunSettings) -> None:
       f'evaluate.every={evaluate.every}, but data has no validation: set'
       ' data.holdout_every or data.validation, or evaluate.every=0'
     )
+  if '' in settings.sample.prompts:
+    raise ValueError(
+      f'sample.prompts={settings.sample.prompts} has an empty prompt: give each'
+      ' at least one character, or no prompts at all'
+    )
+  if not 0 <= train.seed < 2**31:
+    raise ValueError(f'train.seed={train.seed}: give 0 to 2**31 - 1')
   if not 0 < settings.sample.top_p <= 1:
     raise ValueError(f'sample.top_p={settings.sample.top_p} is not in (0, 1]')

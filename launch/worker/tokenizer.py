@@ -112,9 +112,18 @@ class Tokenizer:
     return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
   def save(self, file: str) -> None:
-    """Writes a `tokenizer.json`."""
-    with open(file, 'w', encoding='utf-8') as stream:
-      stream.write(self._text)
+    """Writes a `tokenizer.json`, unless the file is that already.
+
+    The file is complete or as before, even after power loss.
+    """
+    content = self._text.encode()
+    if os.path.exists(file):
+      with open(file, 'rb') as stream:
+        if stream.read() == content:
+          return
+    with open(f'{file}.tmp', 'wb') as stream:
+      stream.write(content)
+    durable.publish(f'{file}.tmp', file)
 
   def _find(self, setting, token, vocabulary):
     if token in vocabulary:
@@ -161,8 +170,7 @@ def prepare(
       if not os.path.exists(file):
         documents = sources.sample(train_on, config.train_bytes)
         documents = _reported(documents, config.train_bytes, report)
-        train(documents, config).save(f'{file}.tmp')
-        durable.publish(f'{file}.tmp', file)
+        train(documents, config).save(file)
   return load(dataclasses.replace(config, file=file))
 
 

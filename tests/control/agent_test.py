@@ -1,9 +1,11 @@
 """The agent with real processes: whatever a worker does, its end is told."""
 
 import contextlib
+import errno
 import os
 import queue
 import signal
+import subprocess
 import sys
 import time
 
@@ -260,6 +262,17 @@ def test_a_worker_that_cannot_be_started_is_a_failed_attempt(watch):
   assert started.kind == Kind.WORKER_STARTED
   assert '/nowhere/python' in error.data['text']
   assert exited.data['exit_code'] == protocol.ExitCode.CRASHED
+
+
+@pytest.mark.parametrize('number', [errno.ENOSPC, errno.EDQUOT])
+def test_a_start_without_space_is_a_full_disk(watch, monkeypatch, number):
+  def refuse(*_, **__):
+    raise OSError(number, os.strerror(number))
+
+  monkeypatch.setattr(subprocess, 'Popen', refuse)
+  _, error, exited = watch('').agent.start(1)
+  assert error.data['exit_code'] == protocol.ExitCode.DISK_FULL
+  assert exited.data['exit_code'] == protocol.ExitCode.DISK_FULL
 
 
 def test_a_worker_that_closes_its_pipe_is_watched_to_its_end(watch):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -126,6 +127,20 @@ def test_a_full_disk_is_told_as_such(tmp_path):
   assert caught.value.errno == errno.ENOSPC
   log.append([_event(Kind.RUN_STARTED, 2.0)])
   assert [event.kind for event in log.read_all()] == [Kind.RUN_STARTED]
+  log.close()
+
+
+def test_a_used_up_quota_is_hinted_at(tmp_path):
+  log = journal.Journal(str(tmp_path / 'journal.sqlite'))
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  # To SQLite a limit on the file's size is what a quota is: an I/O error.
+  resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+  try:
+    with pytest.raises(OSError, match='full, or a quota used up') as caught:
+      log.append([_event(Kind.MESSAGE, 1.0, text='x' * 100_000)])
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert caught.value.errno == errno.EIO
   log.close()
 
 

@@ -25,10 +25,16 @@ def _with(**changes):
   return {**PLAIN, **changes}
 
 
+def _add_results(workdir):
+  (workdir / 'metrics.jsonl').write_text('{"step": 1}\n')
+  (workdir / 'data.json').write_text('{}')
+
+
 def _snapshot(directory):
   return {
-    path.name: (path.read_bytes(), path.stat().st_mtime_ns)
-    for path in directory.iterdir()
+    str(path): (path.read_bytes(), path.stat().st_mtime_ns)
+    for path in directory.rglob('*')
+    if path.is_file()
   }
 
 
@@ -82,12 +88,38 @@ def test_the_same_config_binds_again(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ['config.json']
 
 
-@pytest.mark.parametrize('key', ['checkpoint', 'log', 'launch', 'profile'])
+@pytest.mark.parametrize(
+  'key', ['checkpoint', 'log', 'launch', 'profile', 'sample']
+)
 def test_what_decides_no_number_may_change(tmp_path, key):
   run_config.bind(str(tmp_path), PLAIN)
+  _add_results(tmp_path)
   changed = _with(**{key: {'new': 5}})
   run_config.bind(str(tmp_path), changed)
   assert json.loads((tmp_path / 'config.json').read_text()) == changed
+
+
+def test_the_cache_may_move_and_nothing_else_of_the_data(tmp_path):
+  run_config.bind(str(tmp_path), {'data': {'cache_dir': 'a', 'cache_dirs': 1}})
+  _add_results(tmp_path)
+  moved = {'data': {'cache_dir': 'b', 'cache_dirs': 1}}
+  run_config.bind(str(tmp_path), moved)
+  assert json.loads((tmp_path / 'config.json').read_text()) == moved
+  with pytest.raises(ValueError, match=r'config \(data\.cache_dirs: 1 -> 2\)'):
+    run_config.bind(
+      str(tmp_path), {'data': {'cache_dir': 'c', 'cache_dirs': 2}}
+    )
+
+
+def test_a_workdir_without_results_takes_the_corrected_config(tmp_path):
+  run_config.bind(str(tmp_path), PLAIN)
+  (tmp_path / 'data.json').write_text('{}')
+  (tmp_path / 'metrics.jsonl').touch()
+  (tmp_path / 'checkpoints' / '3.tmp').mkdir(parents=True)
+  (tmp_path / 'checkpoints' / '4').touch()
+  run_config.bind(str(tmp_path), _with(seed=3))
+  assert json.loads((tmp_path / 'config.json').read_text()) == _with(seed=3)
+  assert not (tmp_path / 'data.json').exists()
 
 
 @pytest.mark.parametrize(
@@ -111,16 +143,26 @@ def test_another_config_is_refused_and_nothing_changes(
   tmp_path, changes, message
 ):
   run_config.bind(str(tmp_path), PLAIN)
+  _add_results(tmp_path)
   before = _snapshot(tmp_path)
   with pytest.raises(ValueError, match=message) as caught:
     run_config.bind(str(tmp_path), {**PLAIN, **changes, 'log': {'every': 7}})
   assert str(tmp_path) in str(caught.value)
-  assert f'--config.init_from={tmp_path}/checkpoints' in str(caught.value)
+  assert str(caught.value).endswith('pass another --workdir')
   assert _snapshot(tmp_path) == before
+
+
+def test_the_weights_of_a_refused_workdir_are_offered(tmp_path):
+  run_config.bind(str(tmp_path), PLAIN)
+  (tmp_path / 'checkpoints' / '10').mkdir(parents=True)
+  with pytest.raises(ValueError, match='another config') as caught:
+    run_config.bind(str(tmp_path), _with(seed=3))
+  assert f'--config.init_from={tmp_path}/checkpoints ' in str(caught.value)
 
 
 def test_a_long_list_of_differences_is_cut(tmp_path):
   run_config.bind(str(tmp_path), {f'key{n}': 1 for n in range(9)})
+  _add_results(tmp_path)
   with pytest.raises(ValueError, match='key4: 1 -> 2; and 4 more') as caught:
     run_config.bind(str(tmp_path), {f'key{n}': 2 for n in range(9)})
   assert 'key5' not in str(caught.value)
@@ -129,11 +171,13 @@ def test_a_long_list_of_differences_is_cut(tmp_path):
 def test_a_nan_in_a_config_equals_itself(tmp_path):
   for _ in range(2):
     run_config.bind(str(tmp_path), {'clip': float('nan')})
+    _add_results(tmp_path)
 
 
 @pytest.mark.parametrize('text', ['', '{"a":', '[]'])
 def test_a_damaged_config_is_named(tmp_path, text):
   (tmp_path / 'config.json').write_text(text)
+  _add_results(tmp_path)
   with pytest.raises(ValueError, match=r'config\.json is no.*--workdir'):
     run_config.bind(str(tmp_path), PLAIN)
 
@@ -167,6 +211,10 @@ def test_a_number_of_cores_must_be_one(tmp_path, number):
     ({'max_restarts': -1}, r'launch\.max_restarts is -1'),
     ({'max_restarts': True}, r'launch\.max_restarts is True'),
     ({'max_restarts': 1.5}, r'launch\.max_restarts is 1\.5'),
+    (
+      {'max_restarts': 0, 'max_restarts_without_progress': 0},
+      r'launch\.max_restarts_without_progress is 0; set it to int >= 1',
+    ),
   ],
 )
 def test_launch_settings_are_checked(launch, message):

@@ -236,6 +236,16 @@ def test_muon_does_not_mix_stacked_layers():
       'optimizer.poet: unknown setting block',
     ),
     ({'muon': {'beta': 0.9}}, 'missing setting learning_rate'),
+    ({'warmup_steps': -5}, 'warmup_steps=-5: give 0 or more'),
+    ({'final_fraction': -1}, r'final_fraction=-1 is not in \[0, 1\]'),
+    (
+      {'adamw': {**_OPTIMIZER['adamw'], 'clip_norm': -1}},
+      'optimizer.adamw.clip_norm=-1: give a number above 0',
+    ),
+    (
+      {'poet': {**_OPTIMIZER['poet'], 'beta1': 1.5}},
+      r'optimizer.poet.beta1=1.5: give a number in \[0, 1\)',
+    ),
   ],
 )
 def test_bad_optimizer_settings_are_named(change, message):

@@ -203,3 +203,20 @@ def test_one_step_is_one_write(open_, monkeypatch):
   )
   _write(log, 1)
   assert [data[-2:] for data in calls] == [b'}\n']
+
+
+def test_a_synced_log_survives_power_loss(open_, path, monkeypatch):
+  synced = []
+  fsync = os.fsync
+
+  def note(descriptor):
+    fsync(descriptor)
+    status = os.fstat(descriptor)
+    synced.append((status.st_ino, status.st_size))
+
+  monkeypatch.setattr(os, 'fsync', note)
+  log = open_(1)
+  assert path.parent.stat().st_ino in [inode for inode, _ in synced]
+  _write(log, 1, 2)
+  log.sync()
+  assert synced[-1] == (path.stat().st_ino, path.stat().st_size)

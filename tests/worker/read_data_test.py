@@ -63,6 +63,7 @@ def _prepare(tmp_path, **changes):
   )
   return read_data.prepare(
     config,
+    2**16,
     lambda *_: None,
     lambda line: pytest.fail(f'unexpected: {line}'),
   )
@@ -309,7 +310,7 @@ def test_changed_sources_are_named(tmp_path):
     ({'holdout_every': 1}, 'holdout_every is 1; use 0 or at least 2'),
     ({'shuffle_seed': -1}, 'shuffle_seed is -1'),
     ({'cache_dir': ''}, "cache_dir is ''"),
-    ({'shufle_seed': 1}, 'data: unknown setting shufle_seed; it has train'),
+    ({'shufle_seed': 1}, 'data: unknown setting shufle_seed .*shuffle_seed'),
     ({'tokenizer': {'file': ''}}, 'data.tokenizer: missing setting vocab_size'),
     ({'train': [{'kind': 'text'}]}, r'data.train\[0\]: missing setting weight'),
     ({'validation': [_source('a', 0.5)]}, 'weight of a validation source'),
@@ -332,6 +333,20 @@ def test_a_missing_setting_is_named(tmp_path):
   del settings['packing']
   with pytest.raises(ValueError, match='data: missing setting packing'):
     settings_lib.build(read_data.DataConfig, settings, 'data')
+
+
+def test_rows_made_in_another_way_are_a_difference(tmp_path):
+  manifest = _prepare(tmp_path).manifest
+  other = json.loads(json.dumps(manifest))
+  other['train'][0]['digest'] = 'of another version'
+  (line,) = read_data.compare_manifests(other, manifest)
+  assert line.endswith('made in another way by this version of the code')
+
+
+def test_a_missing_validation_file_is_found_before_any_work(tmp_path):
+  with pytest.raises(ValueError, match='nowhere'):
+    _prepare(tmp_path, validation=[_source(str(tmp_path / 'nowhere*'))])
+  assert not list(tmp_path.rglob('*.arrayrecord'))
 
 
 def test_settings_survive_json(tmp_path):

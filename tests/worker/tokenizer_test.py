@@ -1,6 +1,7 @@
 """Training and loading a tokenizer, and what it promises about text."""
 
 import dataclasses
+import errno
 import json
 
 import numpy as np
@@ -72,6 +73,20 @@ def test_saved_and_loaded_tokenizers_are_equal(tmp_path):
   np.testing.assert_array_equal(
     loaded.encode_batch(['the cat'])[0], tokenizer.encode_batch(['the cat'])[0]
   )
+
+
+def test_saving_again_writes_nothing_and_a_full_disk_damages_nothing(tmp_path):
+  file = tmp_path / 'tokenizer.json'
+  (tmp_path / 'tokenizer.json.tmp').symlink_to('/dev/full')
+  tokenizer = tokenizer_lib.train(_TEXTS, _CONFIG)
+  text = tokenizer._text
+  file.write_text(f'{text}\n')
+  with pytest.raises(OSError, match='No space left') as raised:
+    tokenizer.save(str(file))
+  assert raised.value.errno == errno.ENOSPC
+  assert file.read_text() == f'{text}\n'
+  file.write_text(text)
+  tokenizer.save(str(file))
 
 
 @pytest.mark.parametrize('piece', [1, 5, 100])
