@@ -8,9 +8,9 @@ BIN := $(VENV)/bin
 quickstart: $(VENV)/requirements.txt.done
 	$(BIN)/python -m launch.main --config=configs/quickstart.py
 
-# Two processes, a file each in turn: a file's tests share what they compile.
+# Two processes with half of the files each; the one that is done first helps.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/requirements-test.txt.done
 	$(BIN)/ruff check .

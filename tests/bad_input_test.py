@@ -188,10 +188,10 @@ def test_a_loss_that_is_not_finite_ends_the_launch_at_once(tmp_path, corpus):
   assert run.finish() == ExitCode.NOT_FINITE
   assert run.exits() == [ExitCode.NOT_FINITE]
   (line,) = run.errors().splitlines()
-  assert line.startswith('error: step 3: ')
+  assert line.startswith('error: step 2: param_norm is inf')
   assert 'lower the learning rate' in line
   # Nothing that is not finite is saved.
-  assert run.saved_steps() == [1, 2]
+  assert run.saved_steps() == [1]
 
 
 def test_what_the_launcher_refuses_changes_no_file(tmp_path, corpus, trained):

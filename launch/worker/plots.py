@@ -6,8 +6,6 @@ import math
 import os
 from typing import Any
 
-from matplotlib import figure
-from matplotlib import ticker
 import numpy as np
 
 from launch.worker import durable
@@ -29,6 +27,9 @@ def loss_curve(
   Raises:
     OSError: the file cannot be written.
   """
+  # Here and not above: a second of every restart.
+  from matplotlib import figure
+
   canvas = figure.Figure(figsize=(9, 5.5), layout='constrained')
   canvas.set_facecolor('white')
   losses, rates = canvas.subplots(
@@ -85,11 +86,9 @@ def _draw_learning_rates(axes, records):
   axes.set_ylabel('learning rate')
   axes.set_xlabel('step')
   axes.set_ylim(bottom=0)
-  axes.yaxis.set_major_locator(ticker.MaxNLocator(3))
+  axes.locator_params(axis='y', nbins=3)
   axes.yaxis.set_major_formatter(lambda rate, _: f'{rate:g}')
-  axes.xaxis.set_major_locator(
-    ticker.MaxNLocator(10, integer=True, steps=(1, 2, 5, 10))
-  )
+  axes.locator_params(axis='x', nbins=10, integer=True, steps=(1, 2, 5, 10))
   _tidy(axes)
 
 
