@@ -128,14 +128,19 @@ def _optimizer(case: str, block_size: int) -> optimizers.Optimizer:
   every_step = case == _POET_EVERY_STEP
   adamw = optimizers.AdamWConfig(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0)
   poet = optimizers.PoetConfig(
+    inner='adam',
     learning_rate=1e-3,
     beta1=0.9,
     beta2=0.999,
     epsilon=1e-6,
+    alternate_sides=False,
     clip_norm=1.0,
+    clip_ramp_steps=0,
     block_size=block_size,
+    fraction=None,
     neumann_terms=3,
     merge_every=1 if every_step else 400,
+    resample_every=1,
     reset_inner=not every_step,
     partitions=1,
     seed=0,

@@ -54,9 +54,8 @@ class DecoderConfig:
     attention_bias: whether the q, k, v and o projections have biases.
     mlp_bias: whether the gate, up and down projections have biases.
     tie_embeddings: whether the head is the transposed embedding.
-    initializer: 'standard' or 'normalized', of the decoder's matrices.
-    init_scale: standard deviation for 'standard', norm of a column for
-      'normalized'.
+    initializer: of the decoder's matrices, one of `initializers.NAMES`.
+    init_scale: its scale, see `initializers.matrix_initializer`.
     embedding_stddev: standard deviation of the embedding and the head.
     compute_dtype: 'float32' or 'bfloat16', in which matrices multiply.
     remat: what the backward pass recomputes: 'none'; 'full', everything

@@ -9,6 +9,8 @@ block takes `fraction` of it and the rest stays.
   partitions = 2, dim = 8, fraction = 1/2:   [aa .. | bb ..]  2 blocks of 2
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 from typing import NamedTuple
@@ -177,6 +179,32 @@ def turn_columns(w: Array, p: Array, partitions: int) -> Array:
   if turned < n // partitions:
     head = jnp.concatenate([head, grouped[..., turned:]], axis=-1)
   return head.reshape(w.shape)
+
+
+def stacked_by_shape(
+  function: Callable[[Array], Array], arrays: Sequence[Array]
+) -> list[Array]:
+  """Applies `function` to arrays of one shape stacked along a new first axis.
+
+  A tenth of the products to compile than one call each, and the axes of the
+  arrays keep their sharding.
+
+  Args:
+    function: `[g, *shape]` -> `[g, *any]`, independent along the first axis.
+    arrays: of any shapes and dtypes.
+  """
+  groups = {}
+  for i, array in enumerate(arrays):
+    groups.setdefault((array.shape, array.dtype), []).append(i)
+  found = {}
+  for group in groups.values():
+    result = function(jnp.stack([arrays[i] for i in group]))
+    # A split, not an index per entry: its transpose is one concatenation.
+    for i, part in zip(
+      group, jax.lax.split(result, [1] * len(group)), strict=True
+    ):
+      found[i] = jax.lax.squeeze(part, [0])
+  return [found[i] for i in range(len(arrays))]
 
 
 def _plan(

@@ -55,14 +55,17 @@ class Rebuilt(NamedTuple):
 def frames(
   settings: Settings, merges: Array, plans: Sequence[blocks.Plan]
 ) -> list[Frame]:
-  """One frame per leaf, as drawn after `merges` merges."""
+  """One frame per leaf, as in force after `merges` merges."""
   shapes = [
     (*plan.stack, side.dim)
     for plan in plans
     for side in (plan.left, plan.right)
   ]
   sides = sampling.draw(
-    settings.seed, merges, shapes, settings.layout.partitions
+    settings.seed,
+    merges // settings.resample_every,
+    shapes,
+    settings.layout.partitions,
   )
   return [
     Frame(rows, columns)
@@ -161,26 +164,13 @@ def rebuild(
 def rotation_blocks(
   settings: Settings, rotations: Sequence[Rotation]
 ) -> list[Rotation]:
-  """Orthogonal blocks `[*stack, blocks, b, b]` of every side.
-
-  Sides of one shape are stacked along a new axis and computed together: a tenth
-  of the products to compile, and the blocks axis keeps its sharding.
-  """
+  """Orthogonal blocks `[*stack, blocks, b, b]` of every side."""
   sides, tree = jax.tree.flatten(list(rotations))
-  shapes = {}
-  for i, side in enumerate(sides):
-    shapes.setdefault((side.shape, side.dtype), []).append(i)
-  found = {}
-  for group in shapes.values():
-    stacked = cayley_neumann(
-      jnp.stack([sides[i] for i in group]), settings.neumann_terms
+  return tree.unflatten(
+    blocks.stacked_by_shape(
+      lambda v: cayley_neumann(v, settings.neumann_terms), sides
     )
-    # A split, not an index per entry: its transpose is one concatenation.
-    for i, part in zip(
-      group, jax.lax.split(stacked, [1] * len(group)), strict=True
-    ):
-      found[i] = jax.lax.squeeze(part, [0])
-  return tree.unflatten(found[i] for i in range(len(sides)))
+  )
 
 
 def _layer_by_layer(

@@ -1,4 +1,4 @@
-"""Which rows and columns a rotation touches: permutations from seed and merge.
+"""Which rows and columns a rotation touches: permutations from a seed.
 
 POET-BS splits a randomly permuted dim into blocks of size b and turns every
 block; POET-FS turns only the first block. Both are a permutation here, and
@@ -35,7 +35,7 @@ class Permutation(NamedTuple):
 
 
 def draw(
-  seed: int, merges: Array, shapes: Sequence[tuple[int, ...]], partitions: int
+  seed: int, draws: Array, shapes: Sequence[tuple[int, ...]], partitions: int
 ) -> list[Permutation]:
   """Independent, uniform permutations inside each partition.
 
@@ -43,7 +43,7 @@ def draw(
 
   Args:
     seed: of the run.
-    merges: how many merges came before, int32 scalar.
+    draws: how many draws came before, int32 scalar.
     shapes: `(*stack, dim)` of each side; dim is a multiple of `partitions`.
     partitions: number of contiguous groups that do not mix.
 
@@ -53,7 +53,7 @@ def draw(
   Example (shapes=[(6,)], partitions=2; one possible draw):
     order = [1, 2, 0,  5, 3, 4]
   """
-  key = jax.random.fold_in(jax.random.key(seed), merges)
+  key = jax.random.fold_in(jax.random.key(seed), draws)
   found = {}
   for dim in sorted({shape[-1] for shape in shapes}):
     members = [i for i, shape in enumerate(shapes) if shape[-1] == dim]

@@ -1,4 +1,12 @@
-"""What POET keeps and how far it drifts: angles, singular values, norms."""
+"""What POET keeps and how far it drifts: angles, singular values, norms.
+
+`largest_angle`, `orthogonality_error` and Frobenius norms are cheap enough for
+every step, and `poet` returns them as readings. Singular values, the entropy of
+their squares and the energy of the neurons take an SVD or all pairs of neurons:
+look at them when a run is evaluated.
+"""
+
+import math
 
 import jax
 from jax import Array
@@ -88,3 +96,56 @@ def orthogonality_error(rotation: Array) -> Array:
 def frobenius_norm(matrix: Array) -> Array:
   """Frobenius norm over the last two axes: `[..., m, n]` -> `[...]`."""
   return jnp.sqrt(jnp.sum(jnp.square(matrix), axis=(-2, -1)))
+
+
+def spectral_entropy(values: Array) -> Array:
+  """How evenly a matrix spreads over its singular directions, in [0, 1].
+
+  Entropy of p_i = sigma_i^2 / sum sigma^2, over its maximum log n: 1 if all
+  singular values are equal, 0 if the rank is 1 (Liu et al., `Muon is scalable
+  <https://arxiv.org/abs/2502.16982>`_, 2025, section 3.4). Rotations keep it.
+
+  Args:
+    values: singular values `[..., n]`, n at least 2, not all 0.
+
+  Returns:
+    `[...]`.
+
+  Example:
+    spectral_entropy([1., 1.]) = 1.        spectral_entropy([1., 0.]) = 0.
+  """
+  squares = jnp.square(values)
+  p = squares / jnp.sum(squares, axis=-1, keepdims=True)
+  return jnp.sum(jax.scipy.special.entr(p), axis=-1) / math.log(p.shape[-1])
+
+
+def hyperspherical_energy(matrix: Array) -> Array:
+  """How close the directions of a layer's neurons come to each other.
+
+  Sum over i != j of 1 / |w_i - w_j| of the normalised neurons (Liu et al.,
+  `arXiv 1805.09298 <https://arxiv.org/abs/1805.09298>`_, 2018), over the number
+  of pairs. Turning the input side keeps it exactly; turning the output side
+  mixes neurons, and keeps it in expectation for normalised Gaussian weights.
+
+  Args:
+    matrix: `[..., m, n]` with n neurons, at least 2, as columns.
+
+  Returns:
+    `[...]`; about 1 / sqrt(2) for orthogonal or random neurons.
+
+  Example (two opposite neurons; two orthogonal ones):
+    hyperspherical_energy([[1, -1]]) = 1 / 2
+    hyperspherical_energy([[1, 0], [0, 1]]) = 1 / sqrt(2)
+  """
+  norm = jnp.linalg.norm(matrix, axis=-2, keepdims=True)
+  neurons = matrix / jnp.maximum(norm, jnp.finfo(matrix.dtype).tiny)
+  cosine = jnp.einsum(
+    '...ki,...kj->...ij', neurons, neurons, precision=jax.lax.Precision.HIGHEST
+  )
+  count = cosine.shape[-1]
+  others = 1 - jnp.eye(count, dtype=matrix.dtype).reshape(
+    (1,) * (cosine.ndim - 2) + (count, count)
+  )
+  # |w_i - w_j|^2 = 2 - 2 cos; equal neurons are held at a distance of 1e-3.
+  distance = jnp.sqrt(jnp.maximum(2 - 2 * cosine, 1e-6))
+  return jnp.sum(others / distance, axis=(-2, -1)) / (count * (count - 1))

@@ -49,11 +49,14 @@ class Readings(NamedTuple):
     norm_drift: max relative difference between a norm found at the start of
       the update and the one that the update before it wrote. Rounding makes
       1e-6 or less; more means that W or W0 changed in between.
+    weight_norm: Frobenius norm of all weights together. Rotations keep it; it
+      sinks as far as the truncated series contracts.
   """
 
   largest_angle: Array
   orthogonality_error: Array
   norm_drift: Array
+  weight_norm: Array
 
 
 @jax.tree_util.register_static
@@ -64,6 +67,7 @@ class Settings:
   layout: blocks.Layout
   neumann_terms: int
   merge_every: int
+  resample_every: int
   reset_inner: bool
   seed: int
 
@@ -77,8 +81,8 @@ class PoetState(NamedTuple):
       an empty node where `merge_every=1` needs none.
     rotations: per leaf, a `Rotation`; an empty node if `merge_every=1`.
     inner: state of the inner optimizer over the tree of rotations.
-    merges: number of merges before the latest update, int32; its permutations
-      are the ones that `rotations` refer to.
+    merges: number of merges before the latest update, int32; the permutations
+      drawn for it are the ones that `rotations` refer to.
     norms: per leaf, `Norms`.
     readings: `Readings` of the latest update.
     settings: how to rebuild W; a node without arrays.

@@ -47,6 +47,7 @@ def poet(
   fraction: float | None = None,
   neumann_terms: int = 3,
   merge_every: int = 400,
+  resample_every: int = 1,
   reset_inner: bool = True,
   partitions: int = 1,
   dimension_numbers: Any = None,
@@ -72,8 +73,11 @@ def poet(
       block per partition. Exactly one of `block_size`, `fraction` is given.
     neumann_terms: order k of the Cayley-Neumann series.
     merge_every: merge after so many steps; 1 stores no W0.
-    reset_inner: whether a merge zeroes `inner`'s state; the counts of schedules
-      and injected hyperparameters run on all the same.
+    resample_every: draw new permutations at every so many merges. Between two
+      draws coordinate i means the same rows and columns, so momentum can
+      outlive a merge.
+    reset_inner: whether new permutations zero `inner`'s state; the counts of
+      schedules and injected hyperparameters run on all the same.
     partitions: permutations stay inside so many contiguous groups of each dim.
     dimension_numbers: which axes are the matrix: a `MatrixDimensions`, a tree
       of them, a function from params to such a tree, or None for the last two
@@ -95,10 +99,12 @@ def poet(
   """
   if merge_every < 1:
     raise ValueError(f'merge_every={merge_every}: give 1 step or more')
-  if merge_every == 1 and reset_inner:
+  if resample_every < 1:
+    raise ValueError(f'resample_every={resample_every}: give 1 merge or more')
+  if merge_every * resample_every == 1 and reset_inner:
     raise ValueError(
       'merge_every=1 with reset_inner=True would erase the inner state at every'
-      ' step: set reset_inner=False or merge less often'
+      ' step: set reset_inner=False, or resample_every to 100 or so'
     )
   if neumann_terms < 1:
     raise ValueError(f'neumann_terms={neumann_terms}: give 1 or more')
@@ -108,6 +114,7 @@ def poet(
     ),
     neumann_terms,
     merge_every,
+    resample_every,
     reset_inner,
     seed,
   )
@@ -164,7 +171,7 @@ def _init(
     inner=inner.init(coordinates),
     merges=jnp.zeros([], jnp.int32),
     norms=jax.tree.map(state_lib.norms, params, w0, plans),
-    readings=Readings(*(jnp.zeros([], jnp.float32) for _ in range(3))),
+    readings=Readings(*(jnp.zeros([], jnp.float32) for _ in Readings._fields)),
     settings=settings,
   )
 
@@ -206,9 +213,12 @@ def _update(
     for r, param in zip(rebuilt, jax.tree.leaves(params), strict=True)
   )
   readings = Readings(
-    _largest([r.largest_angle for r in rebuilt]),
-    _largest([r.orthogonality_error for r in rebuilt]),
-    state_lib.norm_drift(state, params),
+    largest_angle=_largest([r.largest_angle for r in rebuilt]),
+    orthogonality_error=_largest([r.orthogonality_error for r in rebuilt]),
+    norm_drift=state_lib.norm_drift(state, params),
+    weight_norm=optax.tree.norm([r.weight for r in rebuilt]).astype(
+      jnp.float32
+    ),
   )
   state = _merge_when_due(
     state._replace(inner=inner_state, merges=merges, readings=readings),
@@ -251,19 +261,23 @@ def _merge_when_due(
     else jnp.where(is_due, weight, base)
     for weight, base in zip(weights, tree.flatten_up_to(state.w0), strict=True)
   )
+  zeros = tree.unflatten(jax.tree.map(jnp.zeros_like, rotations))
+  if settings.reset_inner:
+    interval = settings.merge_every * settings.resample_every
+    fresh = restart.restart(state.inner, inner.init(zeros))
+    state = state._replace(
+      inner=jax.tree.map(
+        functools.partial(jnp.where, (state.count + 1) % interval == 0),
+        fresh,
+        state.inner,
+      )
+    )
   if settings.merge_every == 1:
     return state._replace(w0=w0)
-  zeros = tree.unflatten(jax.tree.map(jnp.zeros_like, rotations))
-  kept = state.inner
-  if settings.reset_inner:
-    fresh = restart.restart(state.inner, inner.init(zeros))
-    kept = jax.tree.map(
-      functools.partial(jnp.where, is_due), fresh, state.inner
-    )
   rotations = jax.tree.map(
     functools.partial(jnp.where, is_due), zeros, tree.unflatten(rotations)
   )
-  return state._replace(w0=w0, rotations=rotations, inner=kept)
+  return state._replace(w0=w0, rotations=rotations)
 
 
 def _largest(values: Sequence[Array]) -> Array:

@@ -31,6 +31,7 @@ PARAMETER_GROUPS = (
   (r'layers/(attention|mlp)/\w+_proj/bias', 'vector'),
 )
 NAMES = ('adamw', 'muon', 'poet')
+POET_INNER = ('adam', 'orthogonalized')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,36 +78,61 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PoetConfig:
-  """POET-BS with Adam inside on the decoder's matrices.
+  """POET on the decoder's matrices; the inner optimizer is chosen by name.
 
   Attributes:
-    learning_rate: peak; learning_rate x block_size is about constant.
-    beta1: decay of the first moment.
-    beta2: decay of the second moment.
-    epsilon: added to the root of the second moment.
+    inner: 'adam', as published; 'orthogonalized': Nesterov momentum whose
+      direction turns every plane of a block by the same angle.
+    learning_rate: peak. Of 'adam', per skew coordinate, and learning_rate x
+      block_size is about constant; of 'orthogonalized', radians per step.
+    beta1: decay of the first moment, or of the momentum.
+    beta2: Adam's decay of the second moment.
+    epsilon: added to the root of Adam's second moment.
+    alternate_sides: whether steps turn rows and columns in turn.
     clip_norm: norm of the skew coordinates' gradient.
-    block_size: b; divides every width of the decoder's matrices.
+    clip_ramp_steps: steps after a merge in which the clip norm rises from a
+      tenth to all of `clip_norm`; 0 has no ramp.
+    block_size: POET-BS: b, divides every width of the decoder's matrices.
+    fraction: POET-FS: the share of rows and columns that turns; exactly one of
+      `block_size`, `fraction` is not None.
     neumann_terms: k of the Cayley-Neumann series.
     merge_every: steps between merges.
-    reset_inner: whether a merge zeroes Adam's state.
+    resample_every: merges between new permutations.
+    reset_inner: whether new permutations zero the inner optimizer's moments.
     partitions: groups of each dim that permutations do not leave.
     seed: of the permutations.
   """
 
+  inner: str
   learning_rate: float
   beta1: float
   beta2: float
   epsilon: float
+  alternate_sides: bool
   clip_norm: float
-  block_size: int
+  clip_ramp_steps: int
+  block_size: int | None
+  fraction: float | None
   neumann_terms: int
   merge_every: int
+  resample_every: int
   reset_inner: bool
   partitions: int
   seed: int
 
   def __post_init__(self):
     _check('optimizer.poet', self)
+    if self.inner not in POET_INNER:
+      raise ValueError(
+        f'optimizer.poet.inner={self.inner!r}: choose one of'
+        f' {", ".join(POET_INNER)}'
+      )
+    if not 0 <= self.clip_ramp_steps < self.merge_every:
+      raise ValueError(
+        f'optimizer.poet.clip_ramp_steps={self.clip_ramp_steps}: the ramp'
+        f' starts again at every merge (merge_every={self.merge_every}); give'
+        ' fewer steps than that, or 0'
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,19 +299,38 @@ def _muon(
 def _poet(
   config: PoetConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-  inner = optax.chain(
-    optax.clip_by_global_norm(config.clip_norm),
-    optax.adam(schedule, b1=config.beta1, b2=config.beta2, eps=config.epsilon),
-  )
   return poet_lib.poet(
-    inner,
+    _poet_inner(config, schedule),
     block_size=config.block_size,
+    fraction=config.fraction,
     neumann_terms=config.neumann_terms,
     merge_every=config.merge_every,
+    resample_every=config.resample_every,
     reset_inner=config.reset_inner,
     partitions=config.partitions,
     seed=config.seed,
   )
+
+
+def _poet_inner(
+  config: PoetConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+  if config.clip_ramp_steps:
+    clip = poet_lib.clip_by_ramped_norm(
+      config.clip_norm, ramp_steps=config.clip_ramp_steps
+    )
+  else:
+    clip = optax.clip_by_global_norm(config.clip_norm)
+  if config.inner == 'adam':
+    direction = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    size = optax.scale_by_learning_rate(schedule)
+  else:
+    direction = optax.chain(
+      optax.trace(config.beta1, nesterov=True), poet_lib.orthogonalize()
+    )
+    size = poet_lib.scale_by_angle(schedule)
+  sides = (poet_lib.alternate_sides(),) if config.alternate_sides else ()
+  return optax.chain(clip, direction, *sides, size)
 
 
 def _assign_poet(params: Any, updates: Any) -> Any:

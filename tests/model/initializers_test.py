@@ -27,6 +27,21 @@ def test_standard_has_the_deviation_asked_for():
   assert np.abs(kernel).max() > 0.02 * 3.5
 
 
+def test_xavier_variance_is_that_of_one_matrix_of_the_stack():
+  initialize = initializers.matrix_initializer('xavier', 2.0)
+  kernel = np.asarray(initialize(jax.random.key(0), (4, 96, 32), jnp.float32))
+  expected = 2.0 * np.sqrt(2 / (96 + 32))
+  assert abs(kernel.std() / expected - 1) < 3 / np.sqrt(2 * kernel.size)
+
+
+@pytest.mark.parametrize('shape', [(3, 24, 16), (16, 24)])
+def test_uniform_spectrum_has_one_singular_value(shape):
+  initialize = initializers.matrix_initializer('uniform_spectrum', 0.5)
+  kernel = np.asarray(initialize(jax.random.key(0), shape, jnp.float32))
+  values = np.linalg.svd(kernel, compute_uv=False)
+  np.testing.assert_allclose(values, np.full_like(values, 0.5), rtol=1e-5)
+
+
 def test_unknown_name_is_refused():
-  with pytest.raises(ValueError, match=r"initializer='xavier'.*standard"):
-    initializers.matrix_initializer('xavier', 1.0)
+  with pytest.raises(ValueError, match=r"initializer='he'.*standard"):
+    initializers.matrix_initializer('he', 1.0)
