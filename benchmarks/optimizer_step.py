@@ -137,7 +137,7 @@ def _optimizer(case: str, block_size: int) -> optimizers.Optimizer:
     clip_norm=1.0,
     clip_ramp_steps=0,
     block_size=block_size,
-    fraction=None,
+    fraction=0.0,
     neumann_terms=3,
     merge_every=1 if every_step else 400,
     resample_every=1,

@@ -107,7 +107,7 @@ def get_config(arg=None):
       clip_norm=0.1,
       clip_ramp_steps=10,
       block_size=256,
-      fraction=None,
+      fraction=0.0,  # POET-FS instead: block_size=0, fraction=0.5
       neumann_terms=3,
       merge_every=400,
       resample_every=1,

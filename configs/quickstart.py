@@ -84,7 +84,7 @@ def get_config(arg=None):
       clip_norm=1.0,
       clip_ramp_steps=0,
       block_size=64,
-      fraction=None,
+      fraction=0.0,  # POET-FS instead: block_size=0, fraction=0.5
       neumann_terms=3,
       merge_every=25,
       resample_every=1,

@@ -26,6 +26,14 @@ _PUBLISHED = {
   # The table prints 118.26 for b = 256; (m + n)(b - 1) / 2 summed is 118.287.
   'poet_1b': (118.287, 58.91, 29.22),
 }
+# The same of POET-FS with fraction 1/2, 1/4, 1/8, which the paper trained at
+# AdamW's FFN width (at 1.3B the counts are those of 5464, not of 5461).
+_PUBLISHED_FULLY = {
+  'poet_60m': (1376, 8.54, 2.13, 0.53),
+  'poet_130m': (2048, 28.56, 7.13, 1.78),
+  'poet_350m': (2736, 101.86, 25.44, 6.34),
+  'poet_1b': (5464, 406.88, 101.66, 25.39),
+}
 
 
 def _config(name: str):
@@ -45,6 +53,13 @@ def test_config_builds_and_every_leaf_has_a_shape(name):
   assert all(leaf.size > 0 for leaf in jax.tree.leaves(state.params))
 
 
+def _coordinates_in_millions(config) -> float:
+  _, state = _abstract(config)
+  inner = state.opt_state.inner_states['poet'].inner_state
+  assert isinstance(inner, poet.PoetState)
+  return decoder.count_parameters(inner.rotations) / 1e6
+
+
 @pytest.mark.parametrize('name', _PUBLISHED)
 def test_trainable_parameters_equal_the_published_table(name):
   config = _config(name)
@@ -52,11 +67,20 @@ def test_trainable_parameters_equal_the_published_table(name):
     (256, 128, 64), _PUBLISHED[name], strict=True
   ):
     config.optimizer.poet.block_size = block_size
-    _, state = _abstract(config)
-    inner = state.opt_state.inner_states['poet'].inner_state
-    assert isinstance(inner, poet.PoetState)
-    count = decoder.count_parameters(inner.rotations) / 1e6
+    count = _coordinates_in_millions(config)
     assert count == pytest.approx(published, abs=0.006), block_size
+
+
+@pytest.mark.parametrize('name', _PUBLISHED_FULLY)
+def test_fully_stochastic_parameters_equal_the_published_table(name):
+  config = _config(name)
+  width, *counts = _PUBLISHED_FULLY[name]
+  config.model.intermediate_size = width
+  config.optimizer.poet.block_size = 0
+  for fraction, published in zip((1 / 2, 1 / 4, 1 / 8), counts, strict=True):
+    config.optimizer.poet.fraction = fraction
+    count = _coordinates_in_millions(config)
+    assert count == pytest.approx(published, abs=0.006), fraction
 
 
 def test_adamw_trains_the_published_linear_parameters_at_its_own_width():

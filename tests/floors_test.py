@@ -7,7 +7,7 @@ import sys
 import pytest
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_PACKAGES = ('jaxllm', 'launch', 'configs', 'benchmarks')
+_PACKAGES = ('jaxllm', 'launch', 'configs', 'benchmarks', 'examples')
 _FILES = sorted(f for p in _PACKAGES for f in (_ROOT / p).rglob('*.py'))
 
 

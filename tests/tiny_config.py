@@ -79,7 +79,7 @@ def get_config(arg):
       clip_norm=1.0,
       clip_ramp_steps=0,
       block_size=8,
-      fraction=None,
+      fraction=0.0,
       neumann_terms=3,
       merge_every=5,  # several merges, at steps that are no checkpoint's
       resample_every=1,

@@ -1,8 +1,8 @@
-"""Which parts of an inner optimizer's state survive a merge.
+"""Which parts of an inner optimizer's state survive new permutations.
 
-A merge makes the old moments meaningless: they live in the tangent space of
-other blocks. The published procedure zeroes them together with the step count
-of their bias correction, while the learning-rate schedule runs on.
+Under other permutations the old moments are meaningless: they belong to other
+rows. The published procedure zeroes them together with the step count of their
+bias correction, while the learning-rate schedule runs on.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def restart(state: optax.OptState, fresh: optax.OptState) -> optax.OptState:
   """Returns `fresh` with the schedule counts and hyperparameters of `state`.
 
   Args:
-    state: inner state before the merge.
+    state: inner state before them.
     fresh: `inner.init` of the merged coordinates; same structure.
   """
 

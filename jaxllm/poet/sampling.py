@@ -3,7 +3,7 @@
 POET-BS splits a randomly permuted dim into blocks of size b and turns every
 block; POET-FS turns only the first block. Both are a permutation here, and
 R = Psi^T Diag(blocks) Psi with (Psi x)_i = x_pi(i). The permutations are drawn
-anew after every merge, for every layer and side, and never cross the border
+anew after merges, for every layer and side, and never cross the border
 between two partitions (contiguous groups of the dim), so that a mesh axis that
 divides `partitions` never moves a row between devices.
 

@@ -92,9 +92,9 @@ class PoetConfig:
     clip_norm: norm of the skew coordinates' gradient.
     clip_ramp_steps: steps after a merge in which the clip norm rises from a
       tenth to all of `clip_norm`; 0 has no ramp.
-    block_size: POET-BS: b, divides every width of the decoder's matrices.
-    fraction: POET-FS: the share of rows and columns that turns; exactly one of
-      `block_size`, `fraction` is not None.
+    block_size: POET-BS: b, divides every width of the decoder's matrices; 0 for
+      POET-FS.
+    fraction: POET-FS: the share of rows and columns that turns; 0 for POET-BS.
     neumann_terms: k of the Cayley-Neumann series.
     merge_every: steps between merges.
     resample_every: merges between new permutations.
@@ -111,8 +111,8 @@ class PoetConfig:
   alternate_sides: bool
   clip_norm: float
   clip_ramp_steps: int
-  block_size: int | None
-  fraction: float | None
+  block_size: int
+  fraction: float
   neumann_terms: int
   merge_every: int
   resample_every: int
@@ -301,8 +301,8 @@ def _poet(
 ) -> optax.GradientTransformation:
   return poet_lib.poet(
     _poet_inner(config, schedule),
-    block_size=config.block_size,
-    fraction=config.fraction,
+    block_size=config.block_size or None,
+    fraction=config.fraction or None,
     neumann_terms=config.neumann_terms,
     merge_every=config.merge_every,
     resample_every=config.resample_every,

@@ -94,7 +94,7 @@ def test_configs_agree_with_the_recipes(config, size):
     learning_rate=optimizer.adamw.learning_rate,
     poet_learning_rate=optimizer.poet.learning_rate,
     block_size=optimizer.poet.block_size,
-    fraction=optimizer.poet.fraction,
+    fraction=optimizer.poet.fraction or None,
     merge_every=optimizer.poet.merge_every,
     warmup_steps=optimizer.warmup_steps,
     final_fraction=optimizer.final_fraction,

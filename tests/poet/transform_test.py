@@ -325,6 +325,7 @@ def test_partitions_do_not_mix_rows():
     ({'fraction': 1.5}, r'not in \(0, 1\]'),
     ({'block_size': 4, 'merge_every': 0}, 'merge_every=0'),
     ({'block_size': 4, 'merge_every': 1}, 'reset_inner=False'),
+    ({'block_size': 4, 'resample_every': 0}, 'resample_every=0'),
     ({'block_size': 4, 'neumann_terms': 0}, 'neumann_terms=0'),
     ({'block_size': 4, 'partitions': 0}, 'partitions=0'),
   ],
@@ -332,21 +333,6 @@ def test_partitions_do_not_mix_rows():
 def test_settings_that_cannot_work_are_refused(arguments, message):
   with pytest.raises(ValueError, match=message):
     poet(optax.adam(1e-3), **arguments)
-
-
-@pytest.mark.parametrize(
-  ('shape', 'arguments', 'message'),
-  [
-    ((8,), {'block_size': 4}, 'rotates matrices.*bias'),
-    ((8, 10), {'block_size': 4}, 'block_size=4 does not divide 10.*bias'),
-    ((8, 12), {'block_size': 4, 'partitions': 2}, 'does not divide 6'),
-    ((8, 12), {'block_size': 4, 'partitions': 5}, 'partitions=5'),
-    ((8, 12), {'fraction': 0.3}, 'fraction=0.3 of 8'),
-  ],
-)
-def test_leaves_that_do_not_fit_are_refused_by_name(shape, arguments, message):
-  with pytest.raises(ValueError, match=message):
-    poet(optax.adam(1e-3), **arguments).init({'bias': jnp.zeros(shape)})
 
 
 def test_works_inside_partition_multi_steps_and_tree_map_params():
@@ -379,3 +365,32 @@ def test_update_needs_params():
   state = tx.init(_params())
   with pytest.raises(ValueError, match='pass them'):
     tx.update(_params(), state)
+
+
+def test_coordinates_keep_their_meaning_until_permutations_are_drawn_again():
+  """Two merges with one draw: the second turns the same rows as the first."""
+  params = {'w': _params()['plain']}
+  tx = poet(_ADAM(0.02), block_size=4, merge_every=2, resample_every=3, seed=3)
+  for steps, draw in ((3, 0), (5, 0), (7, 1)):
+    weights, state = _train(tx, params, steps, {'w': jnp.ones((16, 8))})
+    rows, columns = sampling.draw(3, draw, [(16,), (8,)], 1)
+    expected = (
+      _dense_rotation(state.rotations['w'].left, rows.order, 16)
+      @ np.asarray(state.w0['w'])
+      @ _dense_rotation(state.rotations['w'].right, columns.order, 8)
+    )
+    np.testing.assert_allclose(weights['w'], expected, atol=2e-6)
+    assert int(state.inner[0].count) == steps % 6
+
+
+@pytest.mark.parametrize('reset', [True, False])
+def test_new_permutations_reset_the_moments_of_merging_every_step(reset):
+  tx = poet(
+    _ADAM(1e-2),
+    block_size=4,
+    merge_every=1,
+    resample_every=3,
+    reset_inner=reset,
+  )
+  _, state = _train(tx, _params(), 4, _params(1))
+  assert int(state.inner[0].count) == (1 if reset else 4)

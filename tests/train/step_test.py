@@ -52,18 +52,39 @@ _OPTIMIZER = {
   },
   'muon': {'learning_rate': 1e-2, 'beta': 0.95, 'weight_decay': 0.1},
   'poet': {
+    'inner': 'adam',
     'learning_rate': 2e-2,
     'beta1': 0.9,
     'beta2': 0.999,
     'epsilon': 1e-6,
+    'alternate_sides': False,
     'clip_norm': 1.0,
+    'clip_ramp_steps': 2,
     'block_size': 8,
+    'fraction': 0.0,
     'neumann_terms': 3,
     'merge_every': 3,
+    'resample_every': 1,
     'reset_inner': True,
     'partitions': 1,
     'seed': 0,
   },
+}
+# POET with every setting that the first lacks.
+_TURNING = {
+  **_OPTIMIZER['poet'],
+  'inner': 'orthogonalized',
+  'learning_rate': 0.05,
+  'alternate_sides': True,
+  'clip_ramp_steps': 0,
+  'block_size': 0,
+  'fraction': 0.5,
+  'merge_every': 1,
+  'resample_every': 4,
+}
+_CASES = {
+  **{name: {'name': name} for name in optimizers.NAMES},
+  'poet, orthogonalized': {'name': 'poet', 'poet': _TURNING},
 }
 
 
@@ -73,8 +94,8 @@ def _config(**changes) -> optimizers.OptimizerConfig:
   )
 
 
-def _optimizer(name: str, steps: int = 20) -> optimizers.Optimizer:
-  return optimizers.build(_config(name=name), steps)
+def _optimizer(case: str, steps: int = 20) -> optimizers.Optimizer:
+  return optimizers.build(_config(**_CASES[case]), steps)
 
 
 def _batch(rows: int = 4) -> batch_lib.Batch:
@@ -142,7 +163,7 @@ def test_microbatches_give_the_gradient_of_one_batch(microbatches):
   assert len(set(counts)) > 1  # a mean of means would differ
 
 
-@pytest.mark.parametrize('name', optimizers.NAMES)
+@pytest.mark.parametrize('name', _CASES)
 def test_steps_donate_never_recompile_and_lower_the_loss(name):
   state, metrics = _train(name, 8)
   assert _jitted(name)[1]._cache_size() == 1
@@ -245,6 +266,14 @@ def test_muon_does_not_mix_stacked_layers():
     (
       {'poet': {**_OPTIMIZER['poet'], 'beta1': 1.5}},
       r'optimizer.poet.beta1=1.5: give a number in \[0, 1\)',
+    ),
+    (
+      {'poet': {**_OPTIMIZER['poet'], 'inner': 'sgd'}},
+      "optimizer.poet.inner='sgd': choose one of adam, orthogonalized",
+    ),
+    (
+      {'poet': {**_OPTIMIZER['poet'], 'clip_ramp_steps': 3}},
+      r'clip_ramp_steps=3.*\(merge_every=3\)',
     ),
   ],
 )
