@@ -143,11 +143,14 @@ def _ablations(best: dict[str, float]) -> list[Trial]:
   """One setting at a time, at the method's best rate."""
   found = []
 
-  def add(method: str, what: str, model=None, **poet) -> None:
+  def add(method: str, what: str, *, model=None, rest=None, **poet) -> None:
     trial = _trial(method, best[method])
     optimizer = _replace(
       trial.optimizer, poet=_replace(trial.optimizer.poet, **poet)
     )
+    if rest:
+      adamw = _replace(optimizer.adamw, learning_rate=rest)
+      optimizer = _replace(optimizer, adamw=adamw)
     found.append(
       _replace(
         trial,
@@ -158,11 +161,18 @@ def _ablations(best: dict[str, float]) -> list[Trial]:
       )
     )
 
+  for method in ('poet_orthogonalized', 'muon', 'poet_bs'):
+    add(method, 'rest=0.004', rest=4e-3)
+  add('poet_orthogonalized', 'both_sides', alternate_sides=False)
+  add('poet_orthogonalized', 'b=96', block_size=96)
+  for scale in (0.5, 2.0):
+    model = {'init_scale': scale}
+    add('poet_orthogonalized', f'scale={scale:g}', model=model)
   inits = (('standard', 0.02), ('xavier', 1.0), ('uniform_spectrum', 1.0))
   for name, scale in inits:
     model = {'initializer': name, 'init_scale': scale}
-    add('poet_bs', f'init={name}', model)
-  for merge_every in (5, 25, 400):
+    add('poet_bs', f'init={name}', model=model)
+  for merge_every in (25, 400, 5):
     ramp = min(10, merge_every - 1)
     add(
       'poet_bs',
@@ -172,12 +182,8 @@ def _ablations(best: dict[str, float]) -> list[Trial]:
     )
   for terms in (1, 2):
     add('poet_bs', f'k={terms}', neumann_terms=terms)
-  for scale in (0.5, 2.0):
-    add('poet_orthogonalized', f'scale={scale:g}', {'init_scale': scale})
-  add('poet_orthogonalized', 'both_sides', alternate_sides=False)
-  add('poet_orthogonalized', 'b=96', block_size=96)
-  add('poet_orthogonalized', 'inner=adam', inner='adam', learning_rate=2e-3)
-  add('adamw', 'init=standard', {'initializer': 'standard', 'init_scale': 0.02})
+  standard = {'initializer': 'standard', 'init_scale': 0.02}
+  add('adamw', 'init=standard', model=standard)
   return found
 
 

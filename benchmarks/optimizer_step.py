@@ -10,6 +10,7 @@ where it keeps one.
 """
 
 import argparse
+import dataclasses
 import functools
 import platform
 import statistics
@@ -26,8 +27,19 @@ from jaxllm.train import optimizers
 from jaxllm.train import step as step_lib
 
 _ADAMW = 'adamw'
-_POET_EVERY_STEP = 'poet, merge_every=1'
-_CASES = (_ADAMW, 'muon', 'poet', _POET_EVERY_STEP)
+# POET's settings where they differ from the published ones.
+_POET_CASES = {
+  'poet': {},
+  'poet, fraction=1/2': {'block_size': 0, 'fraction': 0.5},
+  'poet, merge_every=1': {'merge_every': 1, 'reset_inner': False},
+  'poet, orthogonalized': {
+    'inner': 'orthogonalized',
+    'alternate_sides': True,
+    'merge_every': 1,
+    'resample_every': 100,
+  },
+}
+_CASES = (_ADAMW, 'muon', *_POET_CASES)
 
 
 def main() -> None:
@@ -125,7 +137,6 @@ def _compile(model, case, flags, batch):
 
 
 def _optimizer(case: str, block_size: int) -> optimizers.Optimizer:
-  every_step = case == _POET_EVERY_STEP
   adamw = optimizers.AdamWConfig(1e-3, 0.9, 0.95, 1e-8, 0.01, 1.0)
   poet = optimizers.PoetConfig(
     inner='adam',
@@ -139,19 +150,19 @@ def _optimizer(case: str, block_size: int) -> optimizers.Optimizer:
     block_size=block_size,
     fraction=0.0,
     neumann_terms=3,
-    merge_every=1 if every_step else 400,
+    merge_every=400,
     resample_every=1,
-    reset_inner=not every_step,
+    reset_inner=True,
     partitions=1,
     seed=0,
   )
   config = optimizers.OptimizerConfig(
-    name='poet' if every_step else case,
+    name='poet' if case in _POET_CASES else case,
     warmup_steps=0,
     final_fraction=0.1,
     adamw=adamw,
     muon=optimizers.MuonConfig(1e-3, 0.95, 0.01),
-    poet=poet,
+    poet=dataclasses.replace(poet, **_POET_CASES.get(case, {})),
   )
   return optimizers.build(config, num_steps=10_000)
 

@@ -303,13 +303,14 @@ def test_other_matrix_axes_are_a_transpose():
     )
 
 
-def test_partitions_do_not_mix_rows():
+@pytest.mark.parametrize('form', [{'block_size': 4}, {'fraction': 0.5}])
+def test_partitions_do_not_mix_rows(form):
   """With W0 = I, the blocks of W between partitions stay zero."""
   params = {'w': jnp.eye(16)}
   target = {
     'w': jnp.asarray(np.random.default_rng(0).standard_normal((16, 16)))
   }
-  tx = poet(_ADAM(1e-1), block_size=4, partitions=2, merge_every=2)
+  tx = poet(_ADAM(1e-1), **form, partitions=2, merge_every=2)
   weights, _ = _train(tx, params, 5, jax.tree.map(jnp.float32, target))
   inside = weights['w'].reshape(2, 8, 2, 8)
   assert float(jnp.abs(inside[0, :, 1]).max()) == 0
