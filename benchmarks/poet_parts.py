@@ -49,27 +49,25 @@ def main() -> None:
     print(f'{name:36} {median:8.4f} s  {median / whole:6.1%}')
 
 
-def _parts(flags) -> dict[str, Callable[[], Any]]:
-  """The parts as functions of nothing, each a compiled program."""
+def _weights(flags, seed: int) -> dict[str, jax.Array]:
+  """A Llama's matrices, layers stacked."""
   d, width, layers = (
     flags.hidden_size,
     flags.intermediate_size,
     flags.num_layers,
   )
-  shapes = {
-    **dict.fromkeys(('q', 'k', 'v', 'o'), (layers, d, d)),
-    **dict.fromkeys(('gate', 'up'), (layers, d, width)),
-    'down': (layers, width, d),
+  shapes = dict.fromkeys('qkvo', (layers, d, d))
+  shapes['gate'] = shapes['up'] = (layers, d, width)
+  shapes['down'] = (layers, width, d)
+  return {
+    name: jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), shape)
+    for i, (name, shape) in enumerate(shapes.items())
   }
-  params, gradients = (
-    {
-      name: jax.random.normal(
-        jax.random.fold_in(jax.random.key(seed), i), shape
-      )
-      for i, (name, shape) in enumerate(shapes.items())
-    }
-    for seed in (0, 1)
-  )
+
+
+def _parts(flags) -> dict[str, Callable[[], Any]]:
+  """The parts as functions of nothing, each a compiled program."""
+  params, gradients = _weights(flags, 0), _weights(flags, 1)
   adam = optax.adam(1e-3, eps=1e-6)
   tx = poet.poet(adam, block_size=flags.block_size)
   state = jax.jit(tx.init)(params)
@@ -85,7 +83,7 @@ def _parts(flags) -> dict[str, Callable[[], Any]]:
 
   def enter(weights):
     return [
-      jax.lax.map(lambda x: x[0].enter(x[1]), (frame, weight))
+      jax.lax.map(lambda x: x[0].enter(x[1], 1), (frame, weight))
       for frame, weight in zip(frames(), weights, strict=True)
     ]
 

@@ -29,13 +29,17 @@ class Frame(NamedTuple):
   rows: sampling.Permutation
   columns: sampling.Permutation
 
-  def enter(self, matrix: Array) -> Array:
+  def enter(self, matrix: Array, partitions: int) -> Array:
     """Psi_R W Psi_P^T of one matrix `[m, n]`."""
-    return sampling.permute(matrix, self.rows.order, self.columns.order)
+    return sampling.permute(
+      matrix, self.rows.order, self.columns.order, partitions
+    )
 
-  def leave(self, matrix: Array) -> Array:
+  def leave(self, matrix: Array, partitions: int) -> Array:
     """Undoes `enter`."""
-    return sampling.permute(matrix, self.rows.inverse, self.columns.inverse)
+    return sampling.permute(
+      matrix, self.rows.inverse, self.columns.inverse, partitions
+    )
 
 
 class Rebuilt(NamedTuple):
@@ -86,7 +90,9 @@ def pull_back(
 
   def one_layer(leaves: Sequence[Any]) -> list[Rotation]:
     frames, bases, rotations, gradients = zip(*leaves, strict=True)
-    entered = [f.enter(base) for f, base in zip(frames, bases, strict=True)]
+    entered = [
+      f.enter(base, partitions) for f, base in zip(frames, bases, strict=True)
+    ]
 
     def turn(rotations: Sequence[Rotation]) -> list[Array]:
       if settings.merge_every == 1:
@@ -105,7 +111,7 @@ def pull_back(
     _, pull = jax.vjp(turn, list(rotations))
     (coordinates,) = pull(
       [
-        frame.enter(gradient.astype(base.dtype))
+        frame.enter(gradient.astype(base.dtype), partitions)
         for frame, base, gradient in zip(frames, bases, gradients, strict=True)
       ]
     )
@@ -136,7 +142,10 @@ def rebuild(
     frames, bases, rotations = zip(*leaves, strict=True)
     return [
       Rebuilt(
-        frame.leave(blocks.turn(frame.enter(base), *sides, partitions)),
+        frame.leave(
+          blocks.turn(frame.enter(base, partitions), *sides, partitions),
+          partitions,
+        ),
         jnp.max(jnp.stack([spectrum.largest_angle(v) for v in rotation])),
         jnp.max(jnp.stack([spectrum.orthogonality_error(r) for r in sides])),
       )
