@@ -94,6 +94,9 @@ def get_config(arg=None):
     ),
   )
 
+  # Devices along each axis; -1 takes all that are left.
+  config.mesh = dict(data=-1, fsdp=1, tensor=1)
+
   config.train = dict(
     steps=300,
     batch_size=8,  # rows of sequence_length tokens

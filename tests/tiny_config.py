@@ -88,6 +88,7 @@ def get_config(arg):
       seed=0,
     ),
   )
+  config.mesh = dict(data=-1, fsdp=1, tensor=1)
   config.train = dict(
     steps=24, batch_size=4, microbatches=2, loss_chunk_tokens=64, seed=0
   )

@@ -25,6 +25,7 @@ import jax
 from jax import Array
 import jax.numpy as jnp
 
+from jaxllm import sharding
 from jaxllm.model import initializers
 from jaxllm.model import layers
 
@@ -223,6 +224,7 @@ class Block(nn.Module):
     )
     norm = functools.partial(layers.RMSNorm, config.norm_epsilon, config.dtype)
     x_BLD, cache = carry
+    x_BLD = sharding.constrain_rows(x_BLD)
     with jax.named_scope('attention'):
       normalized_BLD = norm(name='input_norm')(x_BLD)
       attention = layers.Attention(
@@ -247,7 +249,7 @@ class Block(nn.Module):
         name='mlp',
       )
       x_BLD = x_BLD + mlp(normalized_BLD)
-    return (x_BLD, cache), None
+    return (sharding.constrain_rows(x_BLD), cache), None
 
 
 def unembedding(params: Mapping[str, Any], config: DecoderConfig) -> Array:

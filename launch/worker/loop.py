@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 
 from jaxllm import batch as batch_lib
+from jaxllm import sharding
 from jaxllm.model import decoder
 from jaxllm.train import objectives
 from jaxllm.train import optimizers
@@ -36,6 +37,7 @@ class Program(NamedTuple):
   Attributes:
     model: the decoder.
     optimizer: see `optimizers.build`.
+    mesh: of the devices; set it (`jax.set_mesh`) around the functions below.
     initial_state: `(seed,) -> TrainState`, to be jitted.
     train_step: `(state, batch) -> (state, metrics)`, to be jitted.
     evaluation_loss: `(params, batch) -> Loss`, to be jitted.
@@ -43,9 +45,19 @@ class Program(NamedTuple):
 
   model: decoder.Decoder
   optimizer: optimizers.Optimizer
+  mesh: jax.sharding.Mesh
   initial_state: Callable[[int], step_lib.TrainState]
   train_step: Callable[..., Any]
   evaluation_loss: Callable[..., objectives.Loss]
+
+  def state_shapes(self, seed: int) -> step_lib.TrainState:
+    """Shape, dtype and place of every array of the training state."""
+    shapes = jax.eval_shape(self.initial_state, seed)
+    return jax.tree.map(
+      lambda leaf, place: leaf.update(sharding=place),
+      shapes,
+      sharding.state_shardings(shapes, self.mesh),
+    )
 
 
 class Trained(NamedTuple):
@@ -111,16 +123,28 @@ def build_program(settings: run_settings.RunSettings) -> Program:
     optimizer=optimizer,
     microbatches=settings.train.microbatches,
   )
-  return Program(model, optimizer, initial_state, train_step, evaluation_loss)
+  mesh = sharding.make_mesh(settings.mesh, jax.devices())
+  return Program(
+    model, optimizer, mesh, initial_state, train_step, evaluation_loss
+  )
 
 
 def check(settings: run_settings.RunSettings) -> None:
   """Builds everything without arrays, before the data is prepared.
 
   Raises:
-    ValueError: the model or the optimizer refuses its settings.
+    ValueError: the model, the optimizer or the mesh refuses its settings.
   """
-  jax.eval_shape(build_program(settings).initial_state, settings.train.seed)
+  program = build_program(settings)
+  program.state_shapes(settings.train.seed)
+  train, poet = settings.train, settings.optimizer.poet
+  sharding.check_batch(
+    train.batch_size // train.microbatches,
+    program.mesh,
+    'train.batch_size / train.microbatches',
+  )
+  if settings.optimizer.name == 'poet':
+    sharding.check_partitions(poet.partitions, program.mesh)
 
 
 def train(job: Job) -> Trained:
@@ -134,18 +158,23 @@ def train(job: Job) -> Trained:
       `init_from` holds belongs to another one.
   """
   settings = job.settings
-  with outcome.memory_report(settings) as report:
+  with contextlib.ExitStack() as stack:
+    report = stack.enter_context(outcome.memory_report(settings))
     with outcome.before_the_first_step():
       program = build_program(settings)
+      stack.enter_context(jax.set_mesh(program.mesh))
       state, step = _start(job, program)
-      run_step = _compile(job, program, state, report)
+      run_step = _compile(job, program, report)
       evaluate = _evaluator(settings, program, job.data)
       record = recorder.Recorder(
         job.workdir, settings, step, _flops_per_token(settings), job.reporter
       )
-    with contextlib.closing(record):
-      state, step = _run_steps(job, run_step, evaluate, record, state, step)
-      record.draw()
+    stack.enter_context(contextlib.closing(record))
+    place = sharding.batch_sharding(program.mesh)
+    state, step = _run_steps(
+      job, run_step, evaluate, record, place, state, step
+    )
+    record.draw()
   if step < settings.train.steps:
     done = f'after step {step}, which is saved' if step else 'at the start'
     raise outcome.Preempted(f'stopped {done}')
@@ -157,6 +186,7 @@ def _run_steps(
   run_step: Callable[..., Any],
   evaluate: Callable[[Any], objectives.Loss],
   record: recorder.Recorder,
+  place: jax.sharding.Sharding,
   state: step_lib.TrainState,
   step: int,
 ) -> tuple[step_lib.TrainState, int]:
@@ -178,7 +208,7 @@ def _run_steps(
       profiler.before(step)
       position, batch = next(batches)
       position += batch_size
-      state, metrics = run_step(state, jax.device_put(batch))
+      state, metrics = run_step(state, jax.device_put(batch, place))
       step += 1
       is_last = step == steps
       validation = None
@@ -215,7 +245,8 @@ def _start(job: Job, program: Program) -> tuple[step_lib.TrainState, int]:
   """State and step to begin with: checkpoint, other run's weights, or new."""
   settings, reporter = job.settings, job.reporter
   seed = settings.train.seed
-  target = jax.eval_shape(program.initial_state, seed)
+  target = program.state_shapes(seed)
+  places = jax.tree.map(lambda leaf: leaf.sharding, target)
   restored = job.checkpoints.restore(target)
   if restored is not None:
     expected = restored.step * settings.train.batch_size
@@ -236,21 +267,19 @@ def _start(job: Job, program: Program) -> tuple[step_lib.TrainState, int]:
       ),
     )
     state = jax.jit(
-      lambda params: step_lib.init_state(params, program.optimizer, seed)
+      lambda params: step_lib.init_state(params, program.optimizer, seed),
+      out_shardings=places,
     )(params)
     reporter.send(EventKind.MESSAGE, text=f'weights from {settings.init_from}')
     # The other run may train on: a restart must find the same beginning.
     job.checkpoints.save(0, state, {'position': 0})
     job.checkpoints.wait()
     return state, 0
-  return jax.jit(program.initial_state)(seed), 0
+  return jax.jit(program.initial_state, out_shardings=places)(seed), 0
 
 
 def _compile(
-  job: Job,
-  program: Program,
-  state: step_lib.TrainState,
-  report: outcome.MemoryReport,
+  job: Job, program: Program, report: outcome.MemoryReport
 ) -> Callable[..., Any]:
   """Compiles the step ahead of time and says how large everything is."""
   settings, reporter = job.settings, job.reporter
@@ -258,28 +287,33 @@ def _compile(
     EventKind.PHASE, name='compiling', total=1, unit='programs', start=0
   )
   began = time.monotonic()
-  shape = (settings.train.batch_size, settings.data.sequence_length)
-  integers = jax.ShapeDtypeStruct(shape, jax.numpy.int32)
+  integers = jax.ShapeDtypeStruct(
+    (settings.train.batch_size, settings.data.sequence_length),
+    jax.numpy.int32,
+    sharding=sharding.batch_sharding(program.mesh),
+  )
   batch = batch_lib.Batch(
     *[integers] * 4, integers.update(dtype=jax.numpy.float32)
   )
-  step = jax.jit(program.train_step, donate_argnums=0)
-  # By shapes alone: restored arrays are bound to a device and new ones are not,
-  # yet a restart must find the program that the first attempt compiled.
-  shapes = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state
+  # By shapes and places alone: a restart must find the program that the first
+  # attempt compiled.
+  shapes = program.state_shapes(settings.train.seed)
+  step = jax.jit(
+    program.train_step,
+    donate_argnums=0,
+    out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, shapes), None),
   )
   compiled = step.lower(shapes, batch).compile()
   report.analysis = compiled.memory_analysis()
   reporter.send(EventKind.PROGRESS, done=1)
-  parameters = decoder.count_parameters(state.params)
-  state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+  leaves = jax.tree.leaves(shapes)
+  state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
   reporter.send(
     EventKind.MESSAGE,
     text=(
-      f'{parameters / 1e6:.2f}M parameters, {settings.optimizer.name}, training'
-      f' state {state_bytes / 1e6:.1f} MB; compiled in'
-      f' {time.monotonic() - began:.0f} s for {jax.device_count()}'
+      f'{decoder.count_parameters(shapes.params) / 1e6:.2f}M parameters,'
+      f' {settings.optimizer.name}, training state {state_bytes / 1e6:.1f} MB;'
+      f' compiled in {time.monotonic() - began:.0f} s for {jax.device_count()}'
       f' {jax.devices()[0].device_kind}'
     ),
   )
@@ -301,11 +335,14 @@ def _evaluator(
     )
     batches = [batch for _, batch in zip(range(limit), stream, strict=False)]
     stream.close()
+  place = sharding.batch_sharding(program.mesh)
   loss_of = jax.jit(program.evaluation_loss)
   add = jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b))
 
   def evaluate(params: Any) -> objectives.Loss:
-    losses = [loss_of(params, jax.device_put(batch)) for batch in batches]
+    losses = [
+      loss_of(params, jax.device_put(batch, place)) for batch in batches
+    ]
     return functools.reduce(add, losses)
 
   return evaluate

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 from jaxllm import settings as settings_lib
+from jaxllm import sharding
 from jaxllm.model import decoder
 from jaxllm.train import optimizers
 from launch.worker import checkpoint
@@ -73,6 +74,7 @@ class RunSettings:
   model: decoder.DecoderConfig
   data: read_data.DataConfig
   optimizer: optimizers.OptimizerConfig
+  mesh: sharding.MeshConfig
   train: TrainSettings
   evaluate: EvaluateSettings
   sample: SampleSettings
