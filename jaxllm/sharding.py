@@ -114,8 +114,8 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
       if dim % parts:
         raise ValueError(
           f'mesh {_written(mesh.shape.values())}: {name} of shape'
-          f' {leaf.shape} cannot be split into {parts} along its axis of {dim}: choose a mesh'
-          ' whose axes divide it'
+          f' {leaf.shape} cannot be split into {parts} along its axis of'
+          f' {dim}: choose a mesh whose axes divide it'
         )
     return NamedSharding(mesh, spec)
 

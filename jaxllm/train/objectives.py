@@ -1,7 +1,6 @@
 """Losses as (sum, weight), so that microbatches and devices add up exactly.
 
-Shapes: B batch, L length, D hidden size, V vocabulary, N = B L tokens, C tokens
-per chunk.
+Shapes: B batch, L length, D hidden size, V vocabulary, C tokens per chunk.
 """
 
 from typing import NamedTuple
@@ -35,16 +34,17 @@ def cross_entropy(
 ) -> Loss:
   """Weighted cross-entropy of next tokens, a chunk of tokens at a time.
 
-  The logits of one chunk, `[C, V]` float32, are the largest array that exists;
-  the backward pass computes them again. (131k tokens x 32k words at once would
-  take 17 GB.) A chunk that holds all tokens is computed once.
+  The logits of one chunk, `[B, C / B, V]` float32, are the largest array that
+  exists; the backward pass computes them again. (131k tokens x 32k words at
+  once would take 17 GB.) A chunk holds some places of every row, so that rows
+  shared out over devices stay there. One that holds all is computed once.
 
   Args:
     hidden: `[B, L, D]`, what the head reads.
     unembedding: `[D, V]`.
     targets: `[B, L]` int32.
     weights: `[B, L]` float32; 0 leaves a token out.
-    chunk_tokens: C, tokens per chunk.
+    chunk_tokens: C, tokens per chunk; at least one of each row is in it.
 
   Returns:
     `Loss` over all B L tokens.
@@ -52,33 +52,33 @@ def cross_entropy(
   Example (uniform logits over V = 4):
     cross_entropy(zeros([1, 2, D]), ..., weights=[[1, 0]]) = (log 4, 1)
   """
-  num_tokens = targets.size
-  hidden_ND = hidden.reshape(num_tokens, hidden.shape[-1])
-  targets_N, weights_N = targets.reshape(-1), weights.reshape(-1)
-  if chunk_tokens >= num_tokens:
-    total = _chunk_sum(hidden_ND, unembedding, targets_N, weights_N)
-    return Loss(total, jnp.sum(weights_N))
+  rows, length = targets.shape
+  places = max(1, chunk_tokens // rows)
+  if places >= length:
+    total = _chunk_sum(hidden, unembedding, targets, weights)
+    return Loss(total, jnp.sum(weights))
 
-  num_chunks = -(-num_tokens // chunk_tokens)
-  missing = num_chunks * chunk_tokens - num_tokens
+  num_chunks = -(-length // places)
+  missing = num_chunks * places - length
 
-  def chunked(x_N: Array) -> Array:
-    padding = [(0, missing)] + [(0, 0)] * (x_N.ndim - 1)
-    return jnp.pad(x_N, padding).reshape(
-      num_chunks, chunk_tokens, *x_N.shape[1:]
+  def chunked(x_BL: Array) -> Array:
+    padding = [(0, 0), (0, missing)] + [(0, 0)] * (x_BL.ndim - 2)
+    chunks = jnp.pad(x_BL, padding).reshape(
+      rows, num_chunks, places, *x_BL.shape[2:]
     )
+    return jnp.swapaxes(chunks, 0, 1)
 
   @jax.checkpoint
   def add(total: Array, chunk: tuple[Array, Array, Array]):
-    hidden_CD, targets_C, weights_C = chunk
-    return total + _chunk_sum(hidden_CD, unembedding, targets_C, weights_C), ()
+    hidden, targets, weights = chunk
+    return total + _chunk_sum(hidden, unembedding, targets, weights), ()
 
   total, _ = jax.lax.scan(
     add,
     jnp.zeros([], jnp.float32),
-    (chunked(hidden_ND), chunked(targets_N), chunked(weights_N)),
+    (chunked(hidden), chunked(targets), chunked(weights)),
   )
-  return Loss(total, jnp.sum(weights_N))
+  return Loss(total, jnp.sum(weights))
 
 
 def next_token_loss(
@@ -106,9 +106,9 @@ def next_token_loss(
 
 
 def _chunk_sum(
-  hidden_CD: Array, unembedding: Array, targets_C: Array, weights_C: Array
+  hidden_BLD: Array, unembedding: Array, targets_BL: Array, weights_BL: Array
 ) -> Array:
-  logits_CV = decoder.unembed(hidden_CD, unembedding)
-  log_total_C = jax.nn.logsumexp(logits_CV, axis=-1)
-  target_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1)[:, 0]
-  return jnp.sum((log_total_C - target_C) * weights_C)
+  logits_BLV = decoder.unembed(hidden_BLD, unembedding)
+  log_total_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
+  target_BL = jnp.take_along_axis(logits_BLV, targets_BL[..., None], axis=-1)
+  return jnp.sum((log_total_BL - target_BL[..., 0]) * weights_BL)
