@@ -172,7 +172,13 @@ def test_weights_of_another_run_are_where_training_begins(
     settings.data, settings.model.vocab_size, _never, _never
   )
   with contextlib.closing(
-    read_data.batches(data.train, 4, 0, process_index=0, process_count=1)
+    read_data.batches(
+      data.train,
+      settings.train.batch_size,
+      0,
+      process_index=0,
+      process_count=1,
+    )
   ) as batches:
     _, batch = next(batches)
   loss = jax.jit(program.evaluation_loss)(params, batch)

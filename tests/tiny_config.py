@@ -90,7 +90,7 @@ def get_config(arg):
   )
   config.mesh = dict(data=-1, fsdp=1, tensor=1)
   config.train = dict(
-    steps=24, batch_size=4, microbatches=2, loss_chunk_tokens=64, seed=0
+    steps=24, batch_size=16, microbatches=2, loss_chunk_tokens=64, seed=0
   )
   config.evaluate = dict(every=12, max_batches=2)
   config.sample = dict(
