@@ -377,7 +377,7 @@ def test_config_reads_the_scaling():
     ({'num_layers': True}, 'num_layers=True must be of type int'),
     ({'mlp_bias': 1}, 'mlp_bias=1 must be of type bool'),
     ({'remat': 'all'}, "remat='all' is unknown; use one of none, full, dots"),
-    ({'initializer': 'xavier'}, "initializer='xavier' is unknown"),
+    ({'initializer': 'he'}, "initializer='he' is unknown"),
     ({'compute_dtype': 'float16'}, "compute_dtype='float16' is unknown"),
     ({'attention': 'cudnn'}, 'attention=cudnn needs compute_dtype=bfloat16'),
     ({'rope_scaling': 8.0}, 'rope_scaling=8.0 must be a group'),
