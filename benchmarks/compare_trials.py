@@ -161,18 +161,11 @@ def _ablations(best: dict[str, float]) -> list[Trial]:
       )
     )
 
-  for method in ('poet_orthogonalized', 'muon', 'poet_bs'):
-    add(method, 'rest=0.004', rest=4e-3)
-  add('poet_orthogonalized', 'both_sides', alternate_sides=False)
-  add('poet_orthogonalized', 'b=96', block_size=96)
-  for scale in (0.5, 2.0):
-    model = {'init_scale': scale}
-    add('poet_orthogonalized', f'scale={scale:g}', model=model)
   inits = (('standard', 0.02), ('xavier', 1.0), ('uniform_spectrum', 1.0))
   for name, scale in inits:
     model = {'initializer': name, 'init_scale': scale}
     add('poet_bs', f'init={name}', model=model)
-  for merge_every in (25, 400, 5):
+  for merge_every in (25, 400):
     ramp = min(10, merge_every - 1)
     add(
       'poet_bs',
@@ -182,6 +175,13 @@ def _ablations(best: dict[str, float]) -> list[Trial]:
     )
   for terms in (1, 2):
     add('poet_bs', f'k={terms}', neumann_terms=terms)
+  for method in ('poet_orthogonalized', 'muon', 'poet_bs'):
+    add(method, 'rest=0.004', rest=4e-3)
+  add('poet_orthogonalized', 'both_sides', alternate_sides=False)
+  add('poet_orthogonalized', 'b=96', block_size=96)
+  for scale in (0.5, 2.0):
+    model = {'init_scale': scale}
+    add('poet_orthogonalized', f'scale={scale:g}', model=model)
   standard = {'initializer': 'standard', 'init_scale': 0.02}
   add('adamw', 'init=standard', model=standard)
   return found
