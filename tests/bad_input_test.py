@@ -277,9 +277,10 @@ def test_a_full_disk_ends_the_launch_and_with_space_it_continues(
   run = launched_run.LaunchedRun(disk / 'run', corpus, *flags)
   run.launch()
   assert run.finish() == ExitCode.DISK_FULL
-  assert run.exits() == [ExitCode.DISK_FULL]
+  # The worker meets the full disk, or the launcher's journal does before it.
+  assert run.exits() in ([ExitCode.DISK_FULL], [])
   (line,) = run.errors().splitlines()
-  assert 'free space and run the same command again' in line
+  assert re.search('free (some )?space and run the same command again', line)
   saved = run.saved_steps()
   assert saved
   assert saved[-1] < 3
