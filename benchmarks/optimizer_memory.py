@@ -20,7 +20,7 @@ import optax
 
 from jaxllm import poet
 from launch.control import run_config
-from launch.worker import loop
+from launch.worker import program as program_lib
 from launch.worker import run_settings
 
 
@@ -160,7 +160,8 @@ def _whole_model(flags) -> None:
     for path, value in change.items():
       config.optimizer.update_from_flattened_dict({path: value})
     settings = run_settings.from_plain(run_config.to_plain(config))
-    state = jax.eval_shape(loop.build_program(settings).initial_state, 0)
+    program = program_lib.build(settings, jax.devices())
+    state = jax.eval_shape(program.initial_state, 0)
     kept, parameters = _bytes(state), _bytes(state.params)
     adamw = adamw or kept
     print(

@@ -126,6 +126,7 @@ def get_config(arg=None):
     microbatches=2,
     loss_chunk_tokens=16384,  # tokens whose logits exist at once
     seed=0,
+    deterministic=True,  # on GPUs; False is faster, and a resume not bitwise
   )
   config.evaluate = dict(every=1000, max_batches=20)  # steps; batches each time
   config.sample = dict(
@@ -142,6 +143,8 @@ def get_config(arg=None):
     max_restarts_without_progress=3,
     backoff_s=5.0,
     grace_s=300.0,
+    join_timeout_s=300.0,  # for the processes of the run to meet
+    collective_timeout_s=600.0,  # after which a hung process is noticed
   )
   config.log = dict(
     tensorboard=True,

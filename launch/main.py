@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import pathlib
 import re
@@ -19,9 +20,11 @@ import sys
 from absl import flags
 
 from launch.control import agent as agent_lib
+from launch.control import cluster as cluster_lib
 from launch.control import config_file
 from launch.control import console as console_lib
 from launch.control import controller as controller_lib
+from launch.control import environment
 from launch.control import journal as journal_lib
 from launch.control import policy
 from launch.control import protocol
@@ -38,6 +41,8 @@ again. Uses: python -m launch.main [status] --config=FILE [--workdir=DIR]
                         or --config.data.train[0].weight=2
   --workdir=DIR         where everything of the run goes; default
                         runs/<name of the config file>
+  --processes=N         worker processes on this host; default 1, which uses
+                        all of its devices
   status                instead of training, tells how the run in --workdir
                         is doing
 
@@ -58,6 +63,7 @@ Exit codes:
   13  stopped as asked; the same command continues
   14  several restarts in a row made no progress
   15  the restarts are used up
+  16  (of a worker) another process of the run died or hung
 """
 
 
@@ -116,12 +122,16 @@ class _Arguments:
   config: str | None
   overrides: tuple[str, ...]
   workdir: str
+  processes: int
 
 
 def _parse(argv: Sequence[str]) -> _Arguments:
   flag_values = flags.FlagValues()
   flags.DEFINE_string('config', None, 'config file', flag_values=flag_values)
   flags.DEFINE_string('workdir', None, 'directory', flag_values=flag_values)
+  flags.DEFINE_integer(
+    'processes', 1, 'workers', lower_bound=1, flag_values=flag_values
+  )
   overrides = tuple(arg for arg in argv[1:] if _OVERRIDE.match(arg))
   rest = [arg for arg in argv if arg not in overrides]
   try:
@@ -149,7 +159,13 @@ def _parse(argv: Sequence[str]) -> _Arguments:
       f'--workdir is {workdir!r}; pass a local directory, e.g. runs/first'
     )
   # The shell leaves the ~ of --workdir=~/run as it is.
-  return _Arguments(subcommand, config, overrides, os.path.expanduser(workdir))
+  return _Arguments(
+    subcommand,
+    config,
+    overrides,
+    os.path.expanduser(workdir),
+    flag_values['processes'].value,
+  )
 
 
 def _prepare(
@@ -167,29 +183,23 @@ def _prepare(
   lock = workdir_lock.WorkdirLock(workdir)
   stack.callback(lock.release)
   run_config.bind(workdir, plain)
-  num_cores = run_config.recorded_num_cores(workdir, os.environ)
+  num_cores = run_config.recorded_num_cores(
+    workdir, os.environ, arguments.processes
+  )
   if os.environ.get('NPROC', str(num_cores)) != str(num_cores):
     console_lib.write_line(
       f'warning: NPROC={os.environ["NPROC"]} is ignored: this run began with '
       f'{num_cores} cores, and another number would change its bits',
       sys.stderr,
     )
-  lock.write_owner(worker_pid=None)
+  lock.write_owner(worker_pids=[])
   journal = journal_lib.Journal(os.path.join(workdir, 'journal.sqlite'))
   stack.callback(journal.close)
-  log_path = os.path.join(workdir, 'worker.log')
-  cluster = policy.Cluster(limits=settings.limits, log_path=log_path)
+  cluster = cluster_lib.Cluster(limits=settings.limits, workdir=workdir)
   for event in journal.read_all():
-    cluster = policy.fold(cluster, event)
+    cluster = cluster_lib.fold(cluster, event)
   mailbox = controller_lib.Mailbox(_MAX_UNREAD_EVENTS)
-  agent = agent_lib.Agent(
-    command=(*worker_command, f'--workdir={os.path.abspath(workdir)}'),
-    environment={'NPROC': str(num_cores), 'PYTHONUNBUFFERED': '1'},
-    log_path=log_path,
-    lock_fd=lock.fd,
-    on_worker_pid=lock.write_owner,
-    deliver=mailbox.put,
-  )
+  agent = _agent(arguments, settings, num_cores, worker_command, lock, mailbox)
   console = console_lib.Console(workdir, sys.stdout, sys.stderr)
   stack.callback(console.close)
   controller = controller_lib.Controller(
@@ -202,6 +212,36 @@ def _prepare(
   )
   _catch_signals(mailbox, stack)
   return lambda: controller.run(launcher_pid=os.getpid(), num_cores=num_cores)
+
+
+def _agent(
+  arguments: _Arguments,
+  settings: run_config.LaunchSettings,
+  num_cores: int,
+  worker_command: Sequence[str],
+  lock: workdir_lock.WorkdirLock,
+  mailbox: controller_lib.Mailbox,
+) -> agent_lib.Agent:
+  workdir = arguments.workdir
+  worker_environment = environment.of_worker(
+    os.environ,
+    num_cores=num_cores,
+    gpus=None,
+    collective_timeout_s=settings.collective_timeout_s,
+    deterministic=settings.deterministic,
+  )
+  return agent_lib.Agent(
+    command=(
+      *worker_command,
+      f'--workdir={os.path.abspath(workdir)}',
+      f'--join_timeout_s={settings.join_timeout_s}',
+    ),
+    environments=[worker_environment] * arguments.processes,
+    log_path=functools.partial(protocol.worker_log, workdir),
+    lock_fd=lock.fd,
+    on_worker_pids=lock.write_owner,
+    deliver=mailbox.put,
+  )
 
 
 def _make_workdir(workdir: str) -> None:

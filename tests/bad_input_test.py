@@ -25,7 +25,7 @@ from launch.control import run_config
 from launch.control.protocol import ExitCode
 from launch.worker import __main__ as worker_main
 from launch.worker import checkpoint
-from launch.worker import loop
+from launch.worker import program as program_lib
 from launch.worker import read_data
 from launch.worker import run_settings
 from tests import launched_run
@@ -51,7 +51,10 @@ def work(monkeypatch):
     workdir.mkdir(exist_ok=True)
     run_config.bind(str(workdir), _plain(corpus, *flags))
     read_fd, write_fd = os.pipe()
-    arguments = ['', f'--workdir={workdir}', f'--events_fd={write_fd}']
+    arguments = [
+      *('', f'--workdir={workdir}', '--process=0', '--processes=1'),
+      *('--coordinator=', '--join_timeout_s=60', f'--events_fd={write_fd}'),
+    ]
     monkeypatch.setattr(sys, 'argv', arguments)
     with open(read_fd, 'rb') as pipe:
       try:
@@ -165,7 +168,7 @@ def test_weights_of_another_run_are_where_training_begins(
   run.launch()
   assert run.finish() == 0
   settings = run_settings.from_plain(_plain(corpus, *flags))
-  program = loop.build_program(settings)
+  program = program_lib.build(settings, jax.devices())
   target = jax.eval_shape(program.initial_state, 0).params
   params = checkpoint.restore_params(str(trained), target, _never)
   data = read_data.prepare(
@@ -176,8 +179,7 @@ def test_weights_of_another_run_are_where_training_begins(
       data.train,
       settings.train.batch_size,
       0,
-      process_index=0,
-      process_count=1,
+      range(settings.train.batch_size),
     )
   ) as batches:
     _, batch = next(batches)

@@ -10,7 +10,7 @@ import pytest
 from jaxllm import poet
 from jaxllm.model import decoder
 from launch.control import run_config
-from launch.worker import loop
+from launch.worker import program as program_lib
 from launch.worker import run_settings
 
 _NAMES = sorted(
@@ -42,7 +42,7 @@ def _config(name: str):
 
 def _abstract(config):
   settings = run_settings.from_plain(run_config.to_plain(config))
-  program = loop.build_program(settings)
+  program = program_lib.build(settings, jax.devices())
   return settings, jax.eval_shape(program.initial_state, 0)
 
 

@@ -90,7 +90,12 @@ def get_config(arg):
   )
   config.mesh = dict(data=-1, fsdp=1, tensor=1)
   config.train = dict(
-    steps=24, batch_size=16, microbatches=2, loss_chunk_tokens=64, seed=0
+    steps=24,
+    batch_size=16,
+    microbatches=2,
+    loss_chunk_tokens=64,
+    seed=0,
+    deterministic=True,
   )
   config.evaluate = dict(every=12, max_batches=2)
   config.sample = dict(
@@ -102,6 +107,8 @@ def get_config(arg):
     max_restarts_without_progress=3,
     backoff_s=0.1,
     grace_s=60.0,
+    join_timeout_s=120.0,  # for the processes of the run to meet
+    collective_timeout_s=120.0,  # after which a hung process is noticed
   )
   config.log = dict(tensorboard=False, compilation_cache_dir=f'{arg}/cache/xla')
   config.profile = dict(start=0, steps=0)

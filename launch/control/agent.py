@@ -1,312 +1,161 @@
-"""Starts, watches and stops the worker of this host.
-
-The worker is a session of its own, so that a Ctrl-C at the terminal reaches it
-only through `terminate`. It inherits two file descriptors: the write end of the
-events pipe, whose last reader is this process (so the worker notices when the
-launcher dies), and the lock of the workdir (so no second launcher starts while
-any process of the first one lives).
-
-A thread reads the pipe. It reports WORKER_EXITED when the process is gone, its
-children are gone, and the pipe is empty: nothing of an attempt arrives after
-its end.
-"""
+"""Starts, watches and stops the workers of this host."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
+import dataclasses
 import errno
-import os
-import select
-import signal
-import subprocess
-import threading
-import time
-from typing import Any
 
 from launch.control import protocol
+from launch.control import worker_process
 
-LOG_TAIL_LINES = 40
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+  """What the workers of one attempt are among all processes of the run.
+
+  Attributes:
+    attempt: its number.
+    first_process: number of this host's first worker.
+    processes: of the whole run.
+    coordinator: 'ADDRESS:PORT' where they meet; '' for a single one.
+  """
+
+  attempt: int
+  first_process: int
+  processes: int
+  coordinator: str
 
 
 class Agent:
-  """One worker at a time; call its methods from one thread."""
+  """The workers of one attempt at a time; call its methods from one thread."""
 
   def __init__(
     self,
     *,
     command: Sequence[str],
-    environment: Mapping[str, str],
-    log_path: str,
+    environments: Sequence[Mapping[str, str]],
+    log_path: Callable[[int], str],
     lock_fd: int,
-    on_worker_pid: Callable[[int], None],
+    on_worker_pids: Callable[[list[int]], None],
     deliver: Callable[[protocol.Event], None],
   ):
     """Says what to start; starts nothing.
 
     Args:
-      command: the worker's; ` --events_fd=N` is appended.
-      environment: added to this process's.
-      log_path: the file that receives the worker's stdout and stderr.
-      lock_fd: a locked file that the worker keeps open.
-      on_worker_pid: called with the process id of a new worker.
-      deliver: receives the worker's events, in order, in another thread; it
-        may block, which in time blocks the worker's `send`.
+      command: the worker's; flags that name it among the processes of the run
+        and ` --events_fd=N` are appended.
+      environments: one per worker, added to this process's.
+      log_path: from the number of a process to the file that receives its
+        stdout and stderr.
+      lock_fd: a locked file that the workers keep open.
+      on_worker_pids: called with the process ids of new workers.
+      deliver: receives the workers' events, each worker's in order, in other
+        threads; it may block, which in time blocks the workers' `send`.
     """
     self._command = tuple(command)
-    self._environment = dict(environment)
+    self._environments = [dict(each) for each in environments]
     self._log_path = log_path
     self._lock_fd = lock_fd
-    self._on_worker_pid = on_worker_pid
+    self._on_worker_pids = on_worker_pids
     self._deliver = deliver
-    self._process: subprocess.Popen | None = None
-    self._thread: threading.Thread | None = None
-    self._terminated = False
+    self._workers: list[worker_process.WorkerProcess] = []
 
-  def start(self, attempt: int) -> tuple[protocol.Event, ...]:
-    """Starts the worker.
+  @property
+  def num_workers(self) -> int:
+    """How many workers an attempt has on this host."""
+    return len(self._environments)
 
-    Args:
-      attempt: its number.
+  def start(self, assignment: Assignment) -> tuple[protocol.Event, ...]:
+    """Starts the workers.
 
     Returns:
-      What happened at once: WORKER_STARTED, and if the system could not start
-      it, ERROR and WORKER_EXITED.
+      What happened at once, worker by worker: WORKER_STARTED, and if the system
+      could not start it, ERROR and WORKER_EXITED.
     """
-    if self._thread is not None:
-      # Its WORKER_EXITED was the thread's last act, so this does not wait.
-      self._thread.join()
-    self._process = None
-    self._terminated = False
-    try:
-      return (self._spawn(attempt),)
-    except OSError as error:
-      return _failed_start(attempt, error)
+    for worker in self._workers:
+      # Its WORKER_EXITED was its thread's last act, so this does not wait.
+      worker.join()
+    self._workers = []
+    events = []
+    for index, environment in enumerate(self._environments):
+      events += self._start_one(assignment, index, environment)
+    self._on_worker_pids([worker.pid for worker in self._workers])
+    return tuple(events)
 
   def terminate(self) -> None:
-    """Asks the worker to save and end (SIGTERM), once; it may take its time."""
-    if self._process is not None and not self._terminated:
-      self._terminated = True
-      self._process.send_signal(signal.SIGTERM)
+    """Asks the workers to save and end, once; they may take their time."""
+    for worker in self._workers:
+      worker.terminate()
 
   def kill(self) -> None:
-    """Kills the worker and its children now (SIGKILL)."""
-    if self.is_running():
-      _kill_group(self._process.pid)
+    """Kills the workers and their children now."""
+    for worker in self._workers:
+      worker.kill()
 
   def is_running(self) -> bool:
     """Whether a worker lives."""
-    return self._process is not None and self._process.poll() is None
+    return any(worker.is_running() for worker in self._workers)
 
   def close(self) -> None:
-    """Leaves no process behind: kills a worker that still runs.
+    """Leaves no process behind: kills workers that still run.
 
     `deliver` must not block for ever any more.
     """
     self.kill()
-    if self._thread is not None:
-      self._thread.join()
+    for worker in self._workers:
+      worker.join()
 
-  def _spawn(self, attempt: int) -> protocol.Event:
-    with open(self._log_path, 'ab') as log:
-      started_s = time.time()
-      stamp = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(started_s))
-      log.write(f'=== attempt {attempt}, {stamp} ===\n'.encode())
-      log.flush()
-      log_start = log.tell()
-      read_fd, write_fd = os.pipe()
-      try:
-        self._process = subprocess.Popen(
-          [*self._command, f'--events_fd={write_fd}'],
-          stdin=subprocess.DEVNULL,
-          stdout=log,
-          stderr=subprocess.STDOUT,
-          env={**os.environ, **self._environment},
-          pass_fds=(write_fd, self._lock_fd),
-          start_new_session=True,
-        )
-      except OSError:
-        os.close(read_fd)
-        raise
-      finally:
-        # Only the worker may hold the write end, or its end is never seen.
-        os.close(write_fd)
-    self._thread = threading.Thread(
-      target=self._watch,
-      args=(attempt, self._process, read_fd, log_start),
-      name='watch-worker',
-      daemon=True,
+  def _start_one(
+    self, assignment: Assignment, index: int, environment: Mapping[str, str]
+  ) -> list[protocol.Event]:
+    process = assignment.first_process + index
+    flags = (
+      f'--process={process}',
+      f'--processes={assignment.processes}',
+      f'--coordinator={assignment.coordinator}',
     )
-    self._thread.start()
-    self._on_worker_pid(self._process.pid)
-    return _event(
-      protocol.EventKind.WORKER_STARTED,
-      attempt=attempt,
-      pid=self._process.pid,
-    )
-
-  def _watch(
-    self,
-    attempt: int,
-    process: subprocess.Popen,
-    read_fd: int,
-    log_start: int,
-  ) -> None:
-    reported_error = False
-    with open(read_fd, 'rb', buffering=0) as pipe:
-      for event in _read_events(pipe, process):
-        reported_error |= event.kind == protocol.EventKind.ERROR
-        self._deliver(event)
-    status = process.wait()
-    # Data loaders and the like must not outlive it: they hold the lock.
-    _kill_group(process.pid)
-    exit_code = status if status >= 0 else 128 - status
-    explained = reported_error or exit_code == protocol.ExitCode.DONE
-    self._deliver(
-      _event(
-        protocol.EventKind.WORKER_EXITED,
-        attempt=attempt,
-        exit_code=exit_code,
-        log_tail='' if explained else _log_tail(self._log_path, log_start),
+    try:
+      worker = worker_process.WorkerProcess(
+        attempt=assignment.attempt,
+        process=process,
+        command=(*self._command, *flags),
+        environment=environment,
+        log_path=self._log_path(process),
+        lock_fd=self._lock_fd,
+        deliver=self._deliver,
       )
-    )
+    except OSError as error:
+      return _failed_start(assignment, process, error)
+    self._workers.append(worker)
+    return [_started(assignment, process, worker.pid)]
 
 
-class LineSplitter:
-  r"""Cuts a stream into lines, and drops those that are too long.
-
-  Example: with a limit of 4, the chunks b'ab', b'c\nlonger', b'\nd\n' give
-  [], [b'abc'], [None, b'd'] (None for the dropped one).
-  """
-
-  def __init__(self, max_line_bytes: int):
-    self._max_line_bytes = max_line_bytes
-    self._begun = b''
-    self._dropping = False
-
-  def split(self, chunk: bytes) -> list[bytes | None]:
-    """Takes the stream's next bytes, returns the lines that they complete."""
-    *complete, begun = chunk.split(b'\n')
-    lines = []
-    for piece in complete:
-      line = self._begun + piece
-      self._begun = b''
-      too_long = self._dropping or len(line) > self._max_line_bytes
-      lines.append(None if too_long else line)
-      self._dropping = False
-    self._begun += begun
-    if len(self._begun) > self._max_line_bytes:
-      self._begun, self._dropping = b'', True
-    return lines
+def _started(
+  assignment: Assignment, process: int, pid: int | None
+) -> protocol.Event:
+  return worker_process.agent_event(
+    protocol.EventKind.WORKER_STARTED,
+    attempt=assignment.attempt,
+    process=process,
+    processes=assignment.processes,
+    pid=pid,
+  )
 
 
-# A worker that writes garbage is told on a few times, not a million.
-_MAX_WARNINGS = 10
-# How often to look whether the worker died while a child holds its pipe.
-_POLL_MS = 200
-# How long a dead worker's pipe is read while somebody keeps writing to it.
-_DRAIN_S = 2.0
-
-_FROM_WORKER = {
-  protocol.EventKind.PHASE,
-  protocol.EventKind.PROGRESS,
-  protocol.EventKind.MESSAGE,
-  protocol.EventKind.WARNING,
-  protocol.EventKind.RESTORED,
-  protocol.EventKind.CHECKPOINT_SAVED,
-  protocol.EventKind.CHECKPOINT_DROPPED,
-  protocol.EventKind.REPLAY_MISMATCH,
-  protocol.EventKind.ERROR,
-}
-
-
-def _read_events(pipe, process: subprocess.Popen):
-  """Yields what the worker sends, until it is dead and the pipe is empty."""
-  splitter = LineSplitter(protocol.MAX_LINE_BYTES)
-  num_malformed = 0
-  for chunk in _read_chunks(pipe, process):
-    for line in splitter.split(chunk):
-      try:
-        yield _decode(line)
-      except ValueError as error:
-        num_malformed += 1
-        if num_malformed <= _MAX_WARNINGS:
-          yield _event(
-            protocol.EventKind.WARNING,
-            text=f'dropped a line from the worker: {error}',
-          )
-  if num_malformed > _MAX_WARNINGS:
-    yield _event(
-      protocol.EventKind.WARNING,
-      text=f'dropped {num_malformed} lines from the worker in all',
-    )
-
-
-def _read_chunks(pipe, process: subprocess.Popen):
-  poll = select.poll()
-  poll.register(pipe, select.POLLIN)
-  died_at = None
-  while True:
-    readable = poll.poll(_POLL_MS)
-    if died_at is None and process.poll() is not None:
-      died_at = time.monotonic()
-    elif died_at is not None and (
-      not readable or time.monotonic() > died_at + _DRAIN_S
-    ):
-      return
-    if readable:
-      chunk = pipe.read(1 << 16)
-      if not chunk:
-        return
-      yield chunk
-
-
-def _decode(line: bytes | None) -> protocol.Event:
-  if line is None:
-    raise ValueError(f'longer than {protocol.MAX_LINE_BYTES} bytes')
-  event = protocol.decode(line)
-  if event.kind not in _FROM_WORKER or event.source != 'worker':
-    raise ValueError(f'a worker does not send {event.kind}')
-  return event
-
-
-def _kill_group(pid: int) -> None:
-  # PermissionError is how macOS says that only zombies are left.
-  with contextlib.suppress(ProcessLookupError, PermissionError):
-    os.killpg(pid, signal.SIGKILL)
-
-
-def _failed_start(attempt: int, error: OSError) -> tuple[protocol.Event, ...]:
+def _failed_start(
+  assignment: Assignment, process: int, error: OSError
+) -> list[protocol.Event]:
   full = error.errno in (errno.ENOSPC, errno.EDQUOT)
   exit_code = protocol.ExitCode.DISK_FULL if full else protocol.ExitCode.CRASHED
-  return (
-    _event(protocol.EventKind.WORKER_STARTED, attempt=attempt, pid=None),
-    _event(
+  return [
+    _started(assignment, process, None),
+    worker_process.agent_event(
       protocol.EventKind.ERROR,
+      process=process,
       text=f'cannot start the worker: {error}',
       exit_code=exit_code,
       traceback='',
     ),
-    _event(
-      protocol.EventKind.WORKER_EXITED,
-      attempt=attempt,
-      exit_code=exit_code,
-      log_tail='',
-    ),
-  )
-
-
-def _log_tail(path: str, start: int) -> str:
-  """Reads the last lines that an attempt wrote, at most 64 KiB."""
-  try:
-    with open(path, 'rb') as log:
-      end = log.seek(0, os.SEEK_END)
-      log.seek(max(start, end - (1 << 16)))
-      lines = log.read().decode(errors='replace').rstrip().splitlines()
-  except OSError as error:
-    return f'cannot read the log: {error}'
-  return '\n'.join(lines[-LOG_TAIL_LINES:])
-
-
-def _event(kind: protocol.EventKind, **data: Any) -> protocol.Event:
-  return protocol.Event(kind, 'agent', time.time(), None, data)
+    worker_process.worker_exited(assignment.attempt, process, exit_code, ''),
+  ]

@@ -37,7 +37,6 @@ class Console:
       err: gets warnings and errors.
       clock: seconds, for the pace of plain lines.
     """
-    self._log_path = os.path.join(workdir, 'worker.log')
     self._workdir = workdir
     self._out = out
     self._err = err
@@ -46,6 +45,8 @@ class Console:
     self._total = 0
     self._last_step: int | None = None
     self._how_it_ended = ''
+    self._ended_attempt = 0
+    self._log_path = protocol.worker_log(workdir, 0)
     self._log_tail = ''
 
   def show(self, event: protocol.Event) -> None:
@@ -101,15 +102,22 @@ class Console:
       self._line(f'continuing from step {event.step}')
 
   def _on_worker_exited(self, event: protocol.Event) -> None:
+    if event.data['attempt'] == self._ended_attempt:
+      return  # the first of the workers to end is the one to look at
+    self._ended_attempt = event.data['attempt']
     self.close()
+    process, exit_code = event.data['process'], event.data['exit_code']
+    self._log_path = protocol.worker_log(self._workdir, process)
     self._log_tail = event.data['log_tail']
-    self._how_it_ended = protocol.describe_exit(event.data['exit_code'])
+    self._how_it_ended = protocol.describe_exit(exit_code)
+    if process > 0:
+      self._how_it_ended = f'process {process} {self._how_it_ended}'
     if self._last_step is not None:
       self._how_it_ended += f' at step {self._last_step}'
 
   def _on_decision(self, event: protocol.Event) -> None:
     # The first start is not worth a line.
-    if event.data['action'] != 'start_worker' or self._how_it_ended:
+    if event.data['action'] != 'start_workers' or self._how_it_ended:
       self._line(event.data['text'], self._err)
 
   def _on_run_ended(self, event: protocol.Event) -> None:

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import contextlib
 import queue
 import signal
+import socket
 import threading
 import time
 from typing import Any
 
 from launch.control import agent as agent_lib
+from launch.control import cluster as cluster_lib
 from launch.control import journal as journal_lib
 from launch.control import policy
 from launch.control import protocol
@@ -74,7 +76,7 @@ class Controller:
   def __init__(
     self,
     *,
-    cluster: policy.Cluster,
+    cluster: cluster_lib.Cluster,
     grace_s: float,
     journal: journal_lib.Journal,
     agent: agent_lib.Agent,
@@ -135,8 +137,12 @@ class Controller:
             protocol.EventKind.RUN_ENDED, exit_code=int(exit_code), text=reason
           )
           return action
-        case policy.StartWorker(attempt):
+        case policy.StartWorkers(attempt):
           self._start(attempt)
+          return None
+        case policy.KillWorkers(reason):
+          self._decided('kill_workers', reason)
+          self._agent.kill()
           return None
         case policy.Wait(until_s):
           wait_until_s = until_s
@@ -154,12 +160,19 @@ class Controller:
     return None
 
   def _start(self, attempt: int) -> None:
-    text = f'starting the worker (attempt {attempt})'
+    processes = self._agent.num_workers
+    what = 'the worker' if processes == 1 else f'{processes} workers'
+    text = f'starting {what} (attempt {attempt})'
     if attempt > 1:
-      end = policy.describe_end(self._cluster.attempts[-1])
+      end = cluster_lib.describe_end(self._cluster.attempts[-1])
       text += f' after the last one ended: {end}'
-    self._decided('start_worker', text)
-    self._take(self._agent.start(attempt))
+    self._decided('start_workers', text)
+    coordinator = f'127.0.0.1:{_free_port()}' if processes > 1 else ''
+    self._take(
+      self._agent.start(
+        agent_lib.Assignment(attempt, 0, processes, coordinator)
+      )
+    )
 
   def _on_signal(self, signal_number: signal.Signals) -> None:
     if not self._cluster.stop_requested:
@@ -194,7 +207,7 @@ class Controller:
     """Journals events in one transaction, then lets them take effect."""
     self._journal.append(events)
     for event in events:
-      self._cluster = policy.fold(self._cluster, event)
+      self._cluster = cluster_lib.fold(self._cluster, event)
       self._show(event)
 
   def _stop_without_journal(self) -> None:
@@ -205,6 +218,12 @@ class Controller:
       # Reading keeps the worker's pipe from filling up and blocking it.
       if signal.SIGINT in self._mailbox.get(timeout_s=0.2):
         return
+
+
+def _free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    return probe.getsockname()[1]
 
 
 # Events that share one transaction, and so one wait for the disk.

@@ -1,13 +1,13 @@
-"""What the control plane and the worker say to each other.
+"""What the control plane and the workers say to each other.
 
-The worker sends events to its agent, one JSON object per line, over a pipe that
+A worker sends events to its agent, one JSON object per line, over a pipe that
 it inherits; it says how it ended by its exit code. Nothing else crosses.
 
 What `data` holds, by kind (further keys are allowed, a reader ignores those it
 does not know):
 
   RUN_STARTED         launcher_pid, num_cores
-  WORKER_STARTED      attempt, pid
+  WORKER_STARTED      attempt, process, processes, pid
   PHASE               name, total, unit, start: a new progress bar begins
   PROGRESS            done; optional numbers such as loss, tokens_per_s
   MESSAGE, WARNING    text: one line for the user
@@ -15,8 +15,10 @@ does not know):
   CHECKPOINT_SAVED    step is the step that was saved
   CHECKPOINT_DROPPED  optional text: why a saved step is not used
   REPLAY_MISMATCH     optional text: how a repeated step logged another value
-  ERROR               text (one line), exit_code, traceback ('' if none)
-  WORKER_EXITED       attempt, exit_code (128 + n for signal n), log_tail
+  ERROR               process, text (one line), exit_code, traceback ('' if
+                      none)
+  WORKER_EXITED       attempt, process, exit_code (128 + n for signal n),
+                      log_tail
   DECISION            action, text
   RUN_ENDED           exit_code, text
 """
@@ -24,6 +26,7 @@ does not know):
 import dataclasses
 import enum
 import json
+import os
 import signal
 from typing import Any
 
@@ -34,8 +37,8 @@ MAX_LINE_BYTES = 1 << 20
 class ExitCode(enum.IntEnum):
   """How a worker, or a whole run, ended.
 
-  Restarting heals CRASHED, PREEMPTED and death by a signal; every other code
-  would only come back, so the run ends with it at once.
+  Restarting heals CRASHED, PREEMPTED, PEER_LOST and death by a signal; every
+  other code would only come back, so the run ends with it at once.
   """
 
   # The work is complete.
@@ -58,6 +61,9 @@ class ExitCode(enum.IntEnum):
   NO_PROGRESS = 14
   # The launcher's: as many restarts as the config allows were used up.
   RETRIES_EXHAUSTED = 15
+  # Another process of the run died or hung, and this one could not go on.
+  # Healable: all of them are started again.
+  PEER_LOST = 16
 
 
 class EventKind(enum.StrEnum):
@@ -178,6 +184,12 @@ def describe_exit(exit_code: int) -> str:
     return f'exit code {exit_code}'
 
 
+def worker_log(workdir: str, process: int) -> str:
+  """The file with a worker's stdout and stderr."""
+  name = 'worker.log' if process == 0 else f'worker.{process}.log'
+  return os.path.join(workdir, name)
+
+
 _FIELDS = {'kind', 'source', 'time_s', 'step', 'data'}
 
 # The keys that a reader relies on, and their types; integers are counts.
@@ -186,9 +198,19 @@ _PAYLOADS = {
   EventKind.PROGRESS: {'done': int},
   EventKind.MESSAGE: {'text': str},
   EventKind.WARNING: {'text': str},
-  EventKind.ERROR: {'text': str, 'exit_code': int, 'traceback': str},
-  EventKind.WORKER_STARTED: {'attempt': int},
-  EventKind.WORKER_EXITED: {'attempt': int, 'exit_code': int, 'log_tail': str},
+  EventKind.ERROR: {
+    'process': int,
+    'text': str,
+    'exit_code': int,
+    'traceback': str,
+  },
+  EventKind.WORKER_STARTED: {'attempt': int, 'process': int, 'processes': int},
+  EventKind.WORKER_EXITED: {
+    'attempt': int,
+    'process': int,
+    'exit_code': int,
+    'log_tail': str,
+  },
   EventKind.DECISION: {'action': str, 'text': str},
   EventKind.RUN_ENDED: {'exit_code': int, 'text': str},
 }

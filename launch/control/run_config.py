@@ -14,15 +14,17 @@ from typing import Any
 
 import ml_collections
 
-from launch.control import policy
+from launch.control import cluster
 
 # The groups and keys that may change between two starts of one run: they decide
-# none of the numbers that it logs. (`evaluate` does: the validation losses.)
+# none of the numbers that it logs, `mesh` only their last digits. (`evaluate`
+# does: the validation losses.)
 CHANGEABLE = (
   'checkpoint',
   'data.cache_dir',
   'launch',
   'log',
+  'mesh',
   'profile',
   'sample',
 )
@@ -35,10 +37,17 @@ class LaunchSettings:
   Attributes:
     limits: when to give up.
     grace_s: seconds that a worker asked to stop may take to save.
+    join_timeout_s: seconds that the processes of a run wait for each other at
+      its start.
+    collective_timeout_s: see `environment.of_worker`.
+    deterministic: the config's `train.deterministic`; see there, too.
   """
 
-  limits: policy.Limits
+  limits: cluster.Limits
   grace_s: float
+  join_timeout_s: float
+  collective_timeout_s: float
+  deterministic: bool
 
 
 def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
@@ -46,7 +55,8 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
 
   Args:
     config: has `launch` with max_restarts, max_restarts_without_progress,
-      backoff_s and grace_s.
+      backoff_s, grace_s, join_timeout_s and collective_timeout_s, and
+      `train.deterministic`.
 
   Raises:
     ValueError: when a key is missing or has no sensible value.
@@ -56,10 +66,15 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
     raise ValueError(
       'the config has no group `launch`; add config.launch = '
       'dict(max_restarts=100, max_restarts_without_progress=3, backoff_s=1.0, '
-      'grace_s=60.0)'
+      'grace_s=60.0, join_timeout_s=300.0, collective_timeout_s=600.0)'
+    )
+  deterministic = config.get('train', {}).get('deterministic')
+  if not isinstance(deterministic, bool):
+    raise ValueError(
+      f'train.deterministic is {deterministic!r}; set it to True or False'
     )
   return LaunchSettings(
-    limits=policy.Limits(
+    limits=cluster.Limits(
       max_restarts=_at_least(0, group, 'max_restarts', int),
       # At 0 the first crash would count as a restart that did not help.
       max_restarts_without_progress=_at_least(
@@ -68,6 +83,9 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
       backoff_s=_at_least(0, group, 'backoff_s', float),
     ),
     grace_s=_at_least(0, group, 'grace_s', float),
+    join_timeout_s=_at_least(1, group, 'join_timeout_s', float),
+    collective_timeout_s=_at_least(1, group, 'collective_timeout_s', float),
+    deterministic=deterministic,
   )
 
 
@@ -112,8 +130,10 @@ def bind(workdir: str, plain: dict[str, Any]) -> None:
   _write_atomically(path, text)
 
 
-def recorded_num_cores(workdir: str, environment: Mapping[str, str]) -> int:
-  """Returns the number of cores that XLA shall see, the same at every start.
+def recorded_num_cores(
+  workdir: str, environment: Mapping[str, str], processes: int
+) -> int:
+  """Returns the number of cores a worker's XLA shall see, at every start.
 
   XLA on CPU splits its sums by the number of cores, so a run resumed with
   another number would log other bits.
@@ -121,6 +141,7 @@ def recorded_num_cores(workdir: str, environment: Mapping[str, str]) -> int:
   Args:
     workdir: an existing directory; the first start records the number there.
     environment: its NPROC, where set, decides the first time.
+    processes: workers on this host, which else share its cores.
 
   Raises:
     ValueError: when NPROC is no number, or the record cannot be read.
@@ -135,7 +156,8 @@ def recorded_num_cores(workdir: str, environment: Mapping[str, str]) -> int:
         '--workdir'
       )
     return recorded
-  text = environment.get('NPROC') or str(_num_visible_cores())
+  share = max(1, _num_visible_cores() // processes)
+  text = environment.get('NPROC') or str(share)
   if not text.isdecimal() or int(text) < 1:
     raise ValueError(f'NPROC={text!r} is not a number of cores; unset it')
   _write_atomically(path, json.dumps({'num_cores': int(text)}) + '\n')

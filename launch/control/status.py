@@ -3,8 +3,8 @@
 import os
 import time
 
+from launch.control import cluster as cluster_lib
 from launch.control import journal
-from launch.control import policy
 from launch.control import protocol
 from launch.control import workdir_lock
 
@@ -27,18 +27,18 @@ def describe(workdir: str) -> str:
   # The lock is read first: a run that ends in between reads as ended.
   locked = workdir_lock.is_locked(workdir)
   events = journal.read(os.path.join(workdir, 'journal.sqlite'))
-  limits = policy.Limits(0, 0, 0.0)  # They bound decisions; none is taken here.
-  log_path = os.path.join(workdir, 'worker.log')
-  cluster = policy.Cluster(limits=limits, log_path=log_path)
+  # Limits bound decisions, and none is taken here.
+  limits = cluster_lib.Limits(0, 0, 0.0)
+  cluster = cluster_lib.Cluster(limits=limits, workdir=workdir)
   for event in events:
-    cluster = policy.fold(cluster, event)
+    cluster = cluster_lib.fold(cluster, event)
   lines = [
     f'workdir      {workdir}',
     f'state        {_state(cluster, events, locked)}',
     f'step         {_step(cluster)}',
     f'checkpoint   {_checkpoint(cluster)}',
     f'restarts     {max(0, len(cluster.attempts) - 1)} in this launch',
-    f'worker log   {log_path}',
+    f'worker log   {protocol.worker_log(workdir, 0)}',
     f'metrics      {os.path.join(workdir, "metrics.jsonl")}',
     f'checkpoints  {os.path.join(workdir, "checkpoints")}',
     f'journal      {os.path.join(workdir, "journal.sqlite")}',
@@ -48,7 +48,7 @@ def describe(workdir: str) -> str:
 
 
 def _state(
-  cluster: policy.Cluster, events: tuple[protocol.Event, ...], locked: bool
+  cluster: cluster_lib.Cluster, events: tuple[protocol.Event, ...], locked: bool
 ) -> str:
   if not events:
     return 'starting' if locked else 'never started'
@@ -66,20 +66,20 @@ def _state(
   if not cluster.attempts:
     return 'starting'
   last = cluster.attempts[-1]
-  if last.exit_code is not None:
-    return f'restarting (the worker ended: {policy.describe_end(last)})'
+  if last.ended_s is not None:
+    return f'restarting (the worker ended: {cluster_lib.describe_end(last)})'
   if cluster.stop_requested:
     return 'stopping'
   return f'running, attempt {last.number} since {_clock(last.started_s)}'
 
 
-def _checkpoint(cluster: policy.Cluster) -> str:
+def _checkpoint(cluster: cluster_lib.Cluster) -> str:
   if cluster.best_checkpoint is None:
     return 'none yet'
   return f'step {cluster.best_checkpoint}'
 
 
-def _step(cluster: policy.Cluster) -> str:
+def _step(cluster: cluster_lib.Cluster) -> str:
   # The journal's progress may be 10 s old, its checkpoints are not.
   steps = (cluster.best_step, cluster.best_checkpoint)
   known = [step for step in steps if step is not None]

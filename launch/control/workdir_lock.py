@@ -1,6 +1,6 @@
-"""Lets one launcher at a time, and the worker it leaves, use a workdir.
+"""Lets one launcher at a time, and the workers it leaves, use a workdir.
 
-The lock belongs to an open file that the worker inherits, so it is free exactly
+The lock belongs to an open file that the workers inherit, so it is free exactly
 when the last process of a launch is gone, however they died.
 """
 
@@ -23,7 +23,7 @@ class WorkdirLock:
       workdir: an existing directory.
 
     Raises:
-      ValueError: when another launcher, or the worker it left, holds it.
+      ValueError: when another launcher, or a worker it left, holds it.
       OSError: when the lock file cannot be opened.
     """
     path = os.path.join(workdir, 'lock')
@@ -38,12 +38,12 @@ class WorkdirLock:
     os.close(self.fd)
     raise ValueError(_in_use(workdir, owner))
 
-  def write_owner(self, worker_pid: int | None) -> None:
+  def write_owner(self, worker_pids: list[int]) -> None:
     """Leaves word of who holds the lock, for the message to a second one."""
     owner = {
       'host': socket.gethostname(),
       'launcher_pid': os.getpid(),
-      'worker_pid': worker_pid,
+      'worker_pids': worker_pids,
     }
     # Only the wording of a message depends on it: a full disk, which the next
     # checkpoint reports, must not end a run here.
@@ -90,9 +90,10 @@ def _try_lock(fd: int, path: str, mode: int = fcntl.LOCK_EX) -> bool:
 def _in_use(workdir: str, owner: bytes) -> str:
   try:
     fields = json.loads(owner)
-    host, launcher, worker = (
-      fields[key] for key in ('host', 'launcher_pid', 'worker_pid')
+    host, launcher, workers = (
+      fields[key] for key in ('host', 'launcher_pid', 'worker_pids')
     )
+    workers = ' '.join(map(str, workers))
   except (ValueError, KeyError, TypeError):
     return (
       f'{workdir} is in use by another process; wait for it to end, or pass '
@@ -100,9 +101,9 @@ def _in_use(workdir: str, owner: bytes) -> str:
     )
   if host == socket.gethostname() and not _is_alive(launcher):
     return (
-      f'{workdir} is in use by worker {worker}, which saves because its '
+      f'{workdir} is in use by worker {workers}, which saves because its '
       f'launcher {launcher} died; try again in a few seconds, or '
-      f'`kill -9 {worker}`'
+      f'`kill -9 {workers}`'
     )
   return (
     f'{workdir} is in use by launcher {launcher} on {host}; wait for it to '

@@ -1,6 +1,7 @@
 """The worker process: prepares the data, trains, samples, sums up.
 
-The agent starts it as `python -m launch.worker --workdir=DIR --events_fd=N`.
+The agent starts it as `python -m launch.worker --workdir=DIR --events_fd=N`,
+with the flags that name it among the processes of the run.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from launch.worker import closing
 from launch.worker import durable
 from launch.worker import loop
 from launch.worker import outcome
+from launch.worker import processes
+from launch.worker import program
 from launch.worker import read_data
 from launch.worker import reporter as reporter_lib
 from launch.worker import run_settings
@@ -27,15 +30,10 @@ from launch.worker import run_settings
 
 def main() -> int:
   """Runs the workdir's config to its end; returns the exit code."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('--workdir', required=True, help='directory of the run')
-  parser.add_argument(
-    '--events_fd', type=int, required=True, help='pipe to the agent'
-  )
-  arguments = parser.parse_args()
-  reporter = reporter_lib.Reporter(arguments.events_fd)
+  arguments = _parse()
+  reporter = reporter_lib.Reporter(arguments.events_fd, arguments.process)
   try:
-    _run(arguments.workdir, reporter)
+    _run(arguments, reporter)
   except Exception as error:
     exit_code, text = outcome.describe(error)
     details = traceback.format_exc()
@@ -51,7 +49,31 @@ def main() -> int:
   return int(ExitCode.DONE)
 
 
-def _run(workdir: str, reporter: reporter_lib.Reporter) -> None:
+def _parse() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--workdir', required=True, help='directory of the run')
+  parser.add_argument(
+    '--events_fd', type=int, required=True, help='pipe to the agent'
+  )
+  parser.add_argument(
+    '--process', type=int, required=True, help='number of this one, from 0'
+  )
+  parser.add_argument(
+    '--processes', type=int, required=True, help='of the whole run'
+  )
+  parser.add_argument(
+    '--coordinator', required=True, help="the first one's ADDRESS:PORT"
+  )
+  parser.add_argument(
+    '--join_timeout_s', type=float, required=True, help='wait for the others'
+  )
+  return parser.parse_args()
+
+
+def _run(
+  arguments: argparse.Namespace, reporter: reporter_lib.Reporter
+) -> None:
+  workdir, timeout_s = arguments.workdir, arguments.join_timeout_s
   stop = loop.StopRequest(reporter)
 
   def dropped(step: int, reason: str) -> None:
@@ -61,18 +83,26 @@ def _run(workdir: str, reporter: reporter_lib.Reporter) -> None:
     with open(os.path.join(workdir, 'config.json'), encoding='utf-8') as file:
       settings = run_settings.from_plain(json.load(file))
     _keep_compiled_programs(settings.log.compilation_cache_dir)
-    loop.check(settings)
+    processes.join(
+      arguments.process, arguments.processes, arguments.coordinator, timeout_s
+    )
+    program.check(settings)
     data = _prepare_data(workdir, settings, reporter, stop)
+    processes.wait_for_all('data', timeout_s)
     checkpoints = checkpoint.Checkpoints(
       os.path.join(workdir, 'checkpoints'),
       settings.checkpoint,
       dropped,
     )
-  job = loop.Job(workdir, settings, data, checkpoints, reporter, stop)
+  job = loop.Job(
+    workdir, settings, data, checkpoints, reporter, stop, timeout_s
+  )
   with contextlib.closing(checkpoints):
     trained = loop.train(job)
   closing.sample(job, trained)
-  closing.summarize(job, trained)
+  if processes.is_first():
+    closing.summarize(job, trained)
+  processes.leave()
 
 
 def _prepare_data(
@@ -95,12 +125,20 @@ def _prepare_data(
     current[1] = time.monotonic()
     reporter.send(EventKind.PROGRESS, done=done)
 
-  data = read_data.prepare(
-    settings.data,
-    settings.model.vocab_size,
-    report,
-    lambda text: reporter.send(EventKind.MESSAGE, text=text),
-  )
+  with processes.first_one_first('the data', stop):
+    data = read_data.prepare(
+      settings.data,
+      settings.model.vocab_size,
+      report,
+      lambda text: reporter.send(EventKind.MESSAGE, text=text),
+    )
+    if processes.is_first():
+      _bind_data(workdir, data)
+  return data
+
+
+def _bind_data(workdir: str, data: read_data.Data) -> None:
+  """Remembers what the run trains on, or refuses anything else."""
   path = os.path.join(workdir, 'data.json')
   saved = durable.read_json(path)
   if saved is None:
@@ -112,7 +150,6 @@ def _prepare_data(
       ' another --workdir'
     )
   data.tokenizer.save(os.path.join(workdir, 'tokenizer.json'))
-  return data
 
 
 def _keep_compiled_programs(directory: str) -> None:
@@ -123,5 +160,13 @@ def _keep_compiled_programs(directory: str) -> None:
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
 
 
+def _end(exit_code: int) -> None:
+  sys.stdout.flush()
+  sys.stderr.flush()
+  if exit_code != ExitCode.DONE:
+    # At exit, jax would wait for processes that wait for this one.
+    os._exit(exit_code)
+
+
 if __name__ == '__main__':
-  sys.exit(main())
+  _end(main())

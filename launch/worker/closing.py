@@ -1,5 +1,6 @@
 """The end of a run: sampled continuations, and where everything lies."""
 
+import functools
 import os
 
 import jax
@@ -10,6 +11,7 @@ from launch.control.protocol import EventKind
 from launch.worker import durable
 from launch.worker import loop
 from launch.worker import outcome
+from launch.worker import processes
 
 
 def sample(job: loop.Job, trained: loop.Trained) -> None:
@@ -23,12 +25,13 @@ def sample(job: loop.Job, trained: loop.Trained) -> None:
   for row, tokens in zip(prompts, encoded, strict=True):
     row[: len(tokens)] = tokens
   with outcome.memory_report(job.settings):
-    generation = generate_lib.generate(
+    # Every process takes part, and the first one reads all of it.
+    whole = jax.sharding.NamedSharding(
+      trained.program.mesh, jax.sharding.PartitionSpec()
+    )
+    generate = functools.partial(
+      generate_lib.generate,
       trained.program.model,
-      trained.params,
-      prompts,
-      lengths,
-      jax.random.key(job.settings.train.seed),
       max_new_tokens=options.max_new_tokens,
       temperature=options.temperature,
       top_k=options.top_k,
@@ -36,7 +39,15 @@ def sample(job: loop.Job, trained: loop.Trained) -> None:
       end_tokens=(tokenizer.end_id,),
       pad_id=tokenizer.pad_id,
     )
-    jax.block_until_ready(generation)
+    seed = job.settings.train.seed
+    generation = jax.device_get(
+      jax.jit(
+        lambda params: generate(params, prompts, lengths, jax.random.key(seed)),
+        out_shardings=whole,
+      )(trained.params)
+    )
+  if not processes.is_first():
+    return
   texts = []
   for prompt, tokens, length in zip(
     options.prompts, generation.tokens, generation.lengths, strict=True

@@ -6,6 +6,7 @@ fold_in(key, n), so a resumed run repeats the lost steps exactly.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
 import contextlib
 import functools
 import os
@@ -20,50 +21,22 @@ from jaxllm import batch as batch_lib
 from jaxllm import sharding
 from jaxllm.model import decoder
 from jaxllm.train import objectives
-from jaxllm.train import optimizers
 from jaxllm.train import step as step_lib
 from launch.control.protocol import EventKind
 from launch.worker import checkpoint
 from launch.worker import outcome
+from launch.worker import processes
+from launch.worker import program as program_lib
 from launch.worker import read_data
 from launch.worker import recorder
 from launch.worker import reporter as reporter_lib
 from launch.worker import run_settings
 
 
-class Program(NamedTuple):
-  """What a run computes, before any array exists.
-
-  Attributes:
-    model: the decoder.
-    optimizer: see `optimizers.build`.
-    mesh: of the devices; set it (`jax.set_mesh`) around the functions below.
-    initial_state: `(seed,) -> TrainState`, to be jitted.
-    train_step: `(state, batch) -> (state, metrics)`, to be jitted.
-    evaluation_loss: `(params, batch) -> Loss`, to be jitted.
-  """
-
-  model: decoder.Decoder
-  optimizer: optimizers.Optimizer
-  mesh: jax.sharding.Mesh
-  initial_state: Callable[[int], step_lib.TrainState]
-  train_step: Callable[..., Any]
-  evaluation_loss: Callable[..., objectives.Loss]
-
-  def state_shapes(self, seed: int) -> step_lib.TrainState:
-    """Shape, dtype and place of every array of the training state."""
-    shapes = jax.eval_shape(self.initial_state, seed)
-    return jax.tree.map(
-      lambda leaf, place: leaf.update(sharding=place),
-      shapes,
-      sharding.state_shardings(shapes, self.mesh),
-    )
-
-
 class Trained(NamedTuple):
   """The end of a run: the program, its last weights, and all records."""
 
-  program: Program
+  program: program_lib.Program
   params: Any
   records: list[dict[str, Any]]
 
@@ -85,7 +58,10 @@ class StopRequest:
 
 
 class Job(NamedTuple):
-  """What one attempt works with; see the modules of the fields' types."""
+  """What one attempt works with; see the modules of the fields' types.
+
+  `timeout_s` is how long a process waits for the others at its start.
+  """
 
   workdir: str
   settings: run_settings.RunSettings
@@ -93,58 +69,7 @@ class Job(NamedTuple):
   checkpoints: checkpoint.Checkpoints
   reporter: reporter_lib.Reporter
   stop: StopRequest
-
-
-def build_program(settings: run_settings.RunSettings) -> Program:
-  """Builds model, optimizer and the functions of a run."""
-  model = decoder.Decoder(settings.model)
-  optimizer = optimizers.build(settings.optimizer, settings.train.steps)
-  length = settings.data.sequence_length
-
-  def initial_params(seed):
-    row = jax.numpy.zeros((1, min(length, 8)), jax.numpy.int32)
-    return model.init(jax.random.key(seed), row, row, row)['params']
-
-  def initial_state(seed):
-    return step_lib.init_state(initial_params(seed), optimizer, seed)
-
-  def loss_function(params, batch, key):
-    del key  # no dropout
-    return evaluation_loss(params, batch)
-
-  def evaluation_loss(params, batch):
-    return objectives.next_token_loss(
-      model, params, batch, settings.train.loss_chunk_tokens
-    )
-
-  train_step = functools.partial(
-    step_lib.train_step,
-    loss_function=loss_function,
-    optimizer=optimizer,
-    microbatches=settings.train.microbatches,
-  )
-  mesh = sharding.make_mesh(settings.mesh, jax.devices())
-  return Program(
-    model, optimizer, mesh, initial_state, train_step, evaluation_loss
-  )
-
-
-def check(settings: run_settings.RunSettings) -> None:
-  """Builds everything without arrays, before the data is prepared.
-
-  Raises:
-    ValueError: the model, the optimizer or the mesh refuses its settings.
-  """
-  program = build_program(settings)
-  program.state_shapes(settings.train.seed)
-  train, poet = settings.train, settings.optimizer.poet
-  sharding.check_batch(
-    train.batch_size // train.microbatches,
-    program.mesh,
-    'train.batch_size / train.microbatches',
-  )
-  if settings.optimizer.name == 'poet':
-    sharding.check_partitions(poet.partitions, program.mesh)
+  timeout_s: float
 
 
 def train(job: Job) -> Trained:
@@ -161,18 +86,16 @@ def train(job: Job) -> Trained:
   with contextlib.ExitStack() as stack:
     report = stack.enter_context(outcome.memory_report(settings))
     with outcome.before_the_first_step():
-      program = build_program(settings)
+      program = program_lib.build(settings, jax.devices())
       stack.enter_context(jax.set_mesh(program.mesh))
       state, step = _start(job, program)
       run_step = _compile(job, program, report)
       evaluate = _evaluator(settings, program, job.data)
-      record = recorder.Recorder(
-        job.workdir, settings, step, _flops_per_token(settings), job.reporter
-      )
+      record = _recorder(job, program, step)
     stack.enter_context(contextlib.closing(record))
-    place = sharding.batch_sharding(program.mesh)
+    processes.wait_for_all('compiled', job.timeout_s)
     state, step = _run_steps(
-      job, run_step, evaluate, record, place, state, step
+      job, program, run_step, evaluate, record, state, step
     )
     record.draw()
   if step < settings.train.steps:
@@ -183,44 +106,43 @@ def train(job: Job) -> Trained:
 
 def _run_steps(
   job: Job,
+  program: program_lib.Program,
   run_step: Callable[..., Any],
   evaluate: Callable[[Any], objectives.Loss],
-  record: recorder.Recorder,
-  place: jax.sharding.Sharding,
+  record: recorder.Recorder | recorder.Follower,
   state: step_lib.TrainState,
   step: int,
 ) -> tuple[step_lib.TrainState, int]:
   """Runs until the last step or a stop request; saves what it ends with."""
   settings, checkpoints = job.settings, job.checkpoints
-  steps, batch_size = settings.train.steps, settings.train.batch_size
+  steps = settings.train.steps
   profiler = _Profiler(job.workdir, settings.profile)
-  position = step * batch_size
-  batches = read_data.batches(
-    job.data.train, batch_size, position, process_index=0, process_count=1
-  )
+  batches = _batches(job, program, step)
+  place = program_lib.every_device(program.mesh)
+  stop_flags = [processes.on_devices(place, flag) for flag in (0, 1)]
   job.reporter.send(
     EventKind.PHASE, name='training', total=steps, unit='steps', start=step
   )
   unread = None  # the step whose metrics nobody has read yet
   saved = step
+  stopping = False
   with contextlib.closing(batches), contextlib.closing(profiler):
-    while step < steps and not job.stop:
+    while step < steps and not stopping:
       profiler.before(step)
       position, batch = next(batches)
-      position += batch_size
-      state, metrics = run_step(state, jax.device_put(batch, place))
+      state, metrics = run_step(state, batch, stop_flags[bool(job.stop)])
       step += 1
       is_last = step == steps
       validation = None
       if _is_due(step, settings.evaluate.every, is_last):
         validation = evaluate(state.params)
       if unread is not None:
-        record.write(*unread)
+        stopping = record.write(*unread)
       unread = (step, metrics, validation)
       profiler.after(step, metrics)
       if _is_due(step, settings.checkpoint.every, is_last):
         # Only finite numbers are saved: read this step before saving it.
-        record.write(*unread)
+        stopping |= record.write(*unread)
         unread = None
         record.sync()
         checkpoints.save(step, state, {'position': position})
@@ -236,12 +158,50 @@ def _run_steps(
   return state, step
 
 
+def _batches(
+  job: Job, program: program_lib.Program, step: int
+) -> Iterator[tuple[int, batch_lib.Batch]]:
+  """Yields each batch over all processes, and the rows read with it."""
+  batch_size = job.settings.train.batch_size
+  place = sharding.batch_sharding(program.mesh)
+  part = processes.local_rows(place, batch_size)
+  stream = read_data.batches(
+    job.data.train, batch_size, step * batch_size, part
+  )
+  with contextlib.closing(stream):
+    for first, batch in stream:
+      yield (
+        first + batch_size,
+        processes.global_batch(place, batch_size, batch),
+      )
+
+
 def _report_saved(job: Job) -> None:
   for step in job.checkpoints.saved():
     job.reporter.send(EventKind.CHECKPOINT_SAVED, step=step)
 
 
-def _start(job: Job, program: Program) -> tuple[step_lib.TrainState, int]:
+def _recorder(
+  job: Job, program: program_lib.Program, step: int
+) -> recorder.Recorder | recorder.Follower:
+  """The first process writes records, the others follow them."""
+  if not processes.is_first():
+    return recorder.Follower()
+  settings = job.settings
+  flops = decoder.flops_per_token(settings.model, settings.data.sequence_length)
+  return recorder.Recorder(
+    job.workdir,
+    settings,
+    program_lib.layout(program.mesh),
+    step,
+    flops,
+    job.reporter,
+  )
+
+
+def _start(
+  job: Job, program: program_lib.Program
+) -> tuple[step_lib.TrainState, int]:
   """State and step to begin with: checkpoint, other run's weights, or new."""
   settings, reporter = job.settings, job.reporter
   seed = settings.train.seed
@@ -279,7 +239,7 @@ def _start(job: Job, program: Program) -> tuple[step_lib.TrainState, int]:
 
 
 def _compile(
-  job: Job, program: Program, report: outcome.MemoryReport
+  job: Job, program: program_lib.Program, report: outcome.MemoryReport
 ) -> Callable[..., Any]:
   """Compiles the step ahead of time and says how large everything is."""
   settings, reporter = job.settings, job.reporter
@@ -287,25 +247,10 @@ def _compile(
     EventKind.PHASE, name='compiling', total=1, unit='programs', start=0
   )
   began = time.monotonic()
-  integers = jax.ShapeDtypeStruct(
-    (settings.train.batch_size, settings.data.sequence_length),
-    jax.numpy.int32,
-    sharding=sharding.batch_sharding(program.mesh),
-  )
-  batch = batch_lib.Batch(
-    *[integers] * 4, integers.update(dtype=jax.numpy.float32)
-  )
-  # By shapes and places alone: a restart must find the program that the first
-  # attempt compiled.
-  shapes = program.state_shapes(settings.train.seed)
-  step = jax.jit(
-    program.train_step,
-    donate_argnums=0,
-    out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, shapes), None),
-  )
-  compiled = step.lower(shapes, batch).compile()
+  compiled = program_lib.lower(program, settings).compile()
   report.analysis = compiled.memory_analysis()
   reporter.send(EventKind.PROGRESS, done=1)
+  shapes = program.state_shapes(settings.train.seed)
   leaves = jax.tree.leaves(shapes)
   state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
   reporter.send(
@@ -321,27 +266,27 @@ def _compile(
 
 
 def _evaluator(
-  settings: run_settings.RunSettings, program: Program, data: read_data.Data
+  settings: run_settings.RunSettings,
+  program: program_lib.Program,
+  data: read_data.Data,
 ) -> Callable[[Any], objectives.Loss]:
   """A function from params to the summed validation loss."""
-  limit = settings.evaluate.max_batches
+  limit, batch_size = settings.evaluate.max_batches, settings.train.batch_size
+  place = sharding.batch_sharding(program.mesh)
   batches = []
   if settings.evaluate.every:
     stream = read_data.validation_batches(
-      data.validation,
-      settings.train.batch_size,
-      process_index=0,
-      process_count=1,
+      data.validation, batch_size, processes.local_rows(place, batch_size)
     )
     batches = [batch for _, batch in zip(range(limit), stream, strict=False)]
     stream.close()
-  place = sharding.batch_sharding(program.mesh)
   loss_of = jax.jit(program.evaluation_loss)
   add = jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b))
 
   def evaluate(params: Any) -> objectives.Loss:
     losses = [
-      loss_of(params, jax.device_put(batch, place)) for batch in batches
+      loss_of(params, processes.global_batch(place, batch_size, batch))
+      for batch in batches
     ]
     return functools.reduce(add, losses)
 
@@ -376,7 +321,3 @@ class _Profiler:
 
 def _is_due(step: int, every: int, is_last: bool) -> bool:
   return every > 0 and (step % every == 0 or is_last)
-
-
-def _flops_per_token(settings: run_settings.RunSettings) -> float:
-  return decoder.flops_per_token(settings.model, settings.data.sequence_length)

@@ -53,7 +53,18 @@ def describe(error: BaseException) -> tuple[ExitCode, str]:
         f'the disk is full{where}: free space and run the same command again;'
         f' earlier checkpoints are intact [{error}]',
       )
+    case jax.errors.JaxRuntimeError() if _is_of_peers(str(error)):
+      return (
+        ExitCode.PEER_LOST,
+        f'another process of the run died, hung or is late [{error}]',
+      )
   return ExitCode.CRASHED, f'{type(error).__name__}: {error}'
+
+
+def _is_of_peers(text: str) -> bool:
+  """Whether an error of jax comes from the processes' ways to meet."""
+  signs = ('Gloo ', 'NCCL', 'Barrier timed out', 'coordination service')
+  return any(sign in text for sign in signs)
 
 
 @contextlib.contextmanager

@@ -180,46 +180,33 @@ def prepare(
 
 
 def batches(
-  rows: grain.MapDataset,
-  batch_size: int,
-  start: int,
-  process_index: int,
-  process_count: int,
+  rows: grain.MapDataset, batch_size: int, start: int, part: range
 ) -> Iterator[tuple[int, batch_lib.Batch]]:
   """Endless batches of training rows, read ahead in the background.
 
-  With a batch size of 4 and two processes, the first batch from `start=8`:
+  With a batch size of 4, the first batch from `start=8` of two processes:
 
-      process 0: (8, rows 8 and 9)    process 1: (8, rows 10 and 11)
+      part=range(0, 2): (8, rows 8 and 9)    range(2, 4): (8, rows 10 and 11)
 
   Args:
     rows: `Data.train`.
     batch_size: rows of a batch over all processes, B.
     start: index of the first row to read.
-    process_index: which equal part of each batch to read.
-    process_count: number of parts, P.
+    part: the rows of each batch to read, within range(B).
 
   Yields:
-    `(index of the batch's first row, Batch of numpy arrays [B / P, L])`.
-
-  Raises:
-    ValueError: the processes do not divide the batch.
+    `(index of the batch's first row, Batch of numpy arrays [len(part), L])`.
   """
-  local = _local_size(batch_size, process_count)
 
   def read(number):
     position = start + number * batch_size
-    first = position + process_index * local
-    return position, _collate([rows[first + i] for i in range(local)])
+    return position, _collate([rows[position + i] for i in part])
 
   return _read_ahead(grain.MapDataset.range(2**62).map(read))
 
 
 def validation_batches(
-  rows: grain.MapDataset,
-  batch_size: int,
-  process_index: int,
-  process_count: int,
+  rows: grain.MapDataset, batch_size: int, part: range
 ) -> Iterator[batch_lib.Batch]:
   """Every validation row once, in order.
 
@@ -229,21 +216,15 @@ def validation_batches(
   Args:
     rows: `Data.validation`.
     batch_size: rows of a batch over all processes, B.
-    process_index: which equal part of each batch to read.
-    process_count: number of parts, P.
+    part: the rows of each batch to read, within range(B).
 
   Yields:
-    Batches of numpy arrays `[B / P, L]`.
-
-  Raises:
-    ValueError: the processes do not divide the batch.
+    Batches of numpy arrays `[len(part), L]`.
   """
-  local = _local_size(batch_size, process_count)
 
   def read(number):
-    first = number * batch_size + process_index * local
-    indices = range(first, first + local)
     filler = (np.zeros_like(rows[0][0]),) * 2
+    indices = [number * batch_size + i for i in part]
     return _collate([rows[i] if i < len(rows) else filler for i in indices])
 
   num_batches = -(-len(rows) // batch_size)
@@ -315,15 +296,6 @@ def _describe(described, caches):
     }
     for source, cache in zip(described, caches, strict=True)
   ]
-
-
-def _local_size(batch_size, process_count):
-  if batch_size < 1 or batch_size % process_count:
-    raise ValueError(
-      f'batch_size is {batch_size}, which {process_count} processes cannot '
-      'share equally; make it a multiple of their number.'
-    )
-  return batch_size // process_count
 
 
 def _collate(rows):

@@ -20,6 +20,34 @@ from launch.worker import tensorboard
 _NORM_DRIFT_WARNING = 1e-3
 
 
+class Follower:
+  """What processes other than the first do with a step's metrics: obey them."""
+
+  def write(
+    self,
+    step: int,
+    metrics: dict[str, jax.Array],
+    validation: objectives.Loss | None,
+  ) -> bool:
+    """As `Recorder.write`, without a record."""
+    values, stop = _read(metrics, validation)
+    _check(step, values)
+    return stop
+
+  def records(self) -> list[dict[str, Any]]:
+    """None: the first process has them."""
+    return []
+
+  def sync(self) -> None:
+    """There is nothing to wait for."""
+
+  def draw(self) -> None:
+    """There is nothing to draw."""
+
+  def close(self) -> None:
+    """There is nothing to close."""
+
+
 class Recorder:
   """Writes metrics.jsonl, TensorBoard files, loss.png and progress events."""
 
@@ -27,18 +55,28 @@ class Recorder:
     self,
     workdir: str,
     settings: run_settings.RunSettings,
+    layout: str,
     step: int,
     flops_per_token: float,
     reporter: reporter_lib.Reporter,
   ):
-    """Continues the records of a run that has done `step` steps."""
+    """Continues the records of a run that has done `step` steps.
+
+    Args:
+      workdir: of the run.
+      settings: of the run.
+      layout: see `program.layout`.
+      step: how many steps are done.
+      flops_per_token: of training.
+      reporter: tells the agent.
+    """
     self._workdir = workdir
     self._flops_per_token = flops_per_token
     self._reporter = reporter
     self._warned = set()
     self._read_s = time.monotonic()
     self._log = metric_log.MetricLog(
-      os.path.join(workdir, 'metrics.jsonl'), step + 1, self._mismatch
+      os.path.join(workdir, 'metrics.jsonl'), layout, step + 1, self._mismatch
     )
     self._board = None
     if settings.log.tensorboard:
@@ -51,7 +89,7 @@ class Recorder:
     step: int,
     metrics: dict[str, jax.Array],
     validation: objectives.Loss | None,
-  ) -> None:
+  ) -> bool:
     """Waits for one step's metrics and records them.
 
     Args:
@@ -59,17 +97,14 @@ class Recorder:
       metrics: as `train_step` returns them.
       validation: loss of the weights after this step, where evaluated.
 
+    Returns:
+      Whether a process was asked to stop, the same for all of them.
+
     Raises:
       outcome.NotFinite: training must not go on from this step.
       OSError: a record was not written (a full disk, say).
     """
-    values = {k: float(v) for k, v in jax.device_get(metrics).items()}
-    values['perplexity'] = metrics_lib.perplexity(values['loss'])
-    if validation is not None:
-      values['validation_loss'] = float(validation.sum / validation.weight)
-      values['validation_perplexity'] = metrics_lib.perplexity(
-        values['validation_loss']
-      )
+    values, stop = _read(metrics, validation)
     timings = self._timings(values['tokens'])
     self._log.write(step, values, timings)
     if self._board is not None:
@@ -77,8 +112,8 @@ class Recorder:
     if validation is not None:
       self.draw()
     self._report(step, values, timings)
-    if problem := metrics_lib.problem(values):
-      raise outcome.NotFinite(f'step {step}: {problem}')
+    _check(step, values)
+    return stop
 
   def records(self) -> list[dict[str, Any]]:
     """All records of the run so far, one dict per step."""
@@ -170,3 +205,23 @@ class Recorder:
       new=new,
       text=f'step {step} was repeated with another {key}: {old} -> {new}',
     )
+
+
+def _read(
+  metrics: dict[str, jax.Array], validation: objectives.Loss | None
+) -> tuple[dict[str, float], bool]:
+  """A step's numbers, and whether a process was asked to stop."""
+  values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+  stop = bool(values.pop('stop'))
+  values['perplexity'] = metrics_lib.perplexity(values['loss'])
+  if validation is not None:
+    values['validation_loss'] = float(validation.sum / validation.weight)
+    values['validation_perplexity'] = metrics_lib.perplexity(
+      values['validation_loss']
+    )
+  return values, stop
+
+
+def _check(step: int, values: dict[str, float]) -> None:
+  if problem := metrics_lib.problem(values):
+    raise outcome.NotFinite(f'step {step}: {problem}')

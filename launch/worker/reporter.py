@@ -25,15 +25,18 @@ class Reporter:
   which holds the lock. Set a flag there, and send from the loop that reads it.
   """
 
-  def __init__(self, fd: int):
+  def __init__(self, fd: int, process: int):
     """Takes over the pipe's write end.
 
     Args:
       fd: the file descriptor that the agent passed as --events_fd.
+      process: number of the worker; those after the first send errors only,
+        for all have the same to tell.
     """
     # Children of the worker must not hold the pipe open after its death.
     os.set_inheritable(fd, False)
     self._fd = fd
+    self._process = process
     self._lock = threading.Lock()
     self._connected = True
 
@@ -63,6 +66,10 @@ class Reporter:
       TypeError: when `data` holds what JSON cannot (an array, say).
       ValueError: when `data` lacks a key of its kind.
     """
+    if kind == protocol.EventKind.ERROR:
+      data = {'process': self._process, **data}
+    elif self._process > 0:
+      return
     event = protocol.Event(
       kind=kind,
       source='worker',

@@ -22,6 +22,8 @@ class TrainSettings:
     microbatches: parts of a batch that go through the model in turn.
     loss_chunk_tokens: tokens whose logits exist at the same time.
     seed: of the weights.
+    deterministic: whether GPU kernels whose bits differ from run to run are
+      left out; the launcher's `environment` sees to it.
   """
 
   steps: int
@@ -29,6 +31,7 @@ class TrainSettings:
   microbatches: int
   loss_chunk_tokens: int
   seed: int
+  deterministic: bool
 
 
 @dataclasses.dataclass(frozen=True)

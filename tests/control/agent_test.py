@@ -13,6 +13,7 @@ import pytest
 
 from launch.control import agent as agent_lib
 from launch.control import protocol
+from launch.control import worker_process
 
 Kind = protocol.EventKind
 
@@ -22,30 +23,30 @@ from launch.control import protocol
 from launch.worker import reporter
 Kind = protocol.EventKind
 fd = int(sys.argv[-1].removeprefix('--events_fd='))
-sender = reporter.Reporter(fd)
+sender = reporter.Reporter(fd, 0)
 """
 
 
 class Watched:
   """An agent whose worker runs `source`, and the events it delivered."""
 
-  def __init__(self, directory, source, command=None):
+  def __init__(self, directory, source, command=None, processes=1):
     self.log_path = str(directory / 'worker.log')
     self.lock = open(directory / 'lock', 'w')  # noqa: SIM115
     self.inbox = queue.Queue()
     self.pids = []
     self.agent = agent_lib.Agent(
       command=command or [sys.executable, '-c', _PREAMBLE + source],
-      environment={'NPROC': '3'},
-      log_path=self.log_path,
+      environments=[{'NPROC': '3'}] * processes,
+      log_path=lambda process: self.log_path + '.1' * process,
       lock_fd=self.lock.fileno(),
-      on_worker_pid=self.pids.append,
+      on_worker_pids=self.pids.extend,
       deliver=self.inbox.put,
     )
 
   def run(self, attempt=1):
     """Starts the worker and returns everything until its end."""
-    events = list(self.agent.start(attempt))
+    events = list(self.agent.start(_assignment(attempt)))
     while events[-1].kind != Kind.WORKER_EXITED:
       events.append(self.next())
     return events
@@ -66,13 +67,17 @@ class Watched:
 def watch(tmp_path):
   with contextlib.ExitStack() as stack:
 
-    def make(source, command=None):
-      watched = Watched(tmp_path, source, command)
+    def make(source, command=None, processes=1):
+      watched = Watched(tmp_path, source, command, processes)
       stack.callback(watched.lock.close)
       stack.callback(watched.agent.close)
       return watched
 
     yield make
+
+
+def _assignment(attempt, processes=1):
+  return agent_lib.Assignment(attempt, 0, processes, '127.0.0.1:1')
 
 
 def _is_gone(pid):
@@ -98,9 +103,20 @@ for step in range(500):
   sender.send(Kind.PROGRESS, step=step, done=step)
 """)
   first, *progress, last = watched.run()
-  assert first.data == {'attempt': 1, 'pid': watched.pids[0]}
+  (pid,) = watched.pids
+  assert first.data == {
+    'attempt': 1,
+    'process': 0,
+    'processes': 1,
+    'pid': pid,
+  }
   assert [event.step for event in progress] == list(range(500))
-  assert last.data == {'attempt': 1, 'exit_code': 0, 'log_tail': ''}
+  assert last.data == {
+    'attempt': 1,
+    'process': 0,
+    'exit_code': 0,
+    'log_tail': '',
+  }
   assert 'to the log 3' in watched.log()
 
 
@@ -115,7 +131,7 @@ raise SystemError('boom')
     assert last.data['exit_code'] == 1
     lines = last.data['log_tail'].split('\n')
     assert lines[-1] == 'SystemError: boom'
-    assert len(lines) == agent_lib.LOG_TAIL_LINES
+    assert len(lines) == worker_process.LOG_TAIL_LINES
   assert '=== attempt 2' in watched.log()
 
 
@@ -133,7 +149,8 @@ os._exit(11)
 """)
   _, error, last = watched.run()
   assert error.data['text'] == 'out of memory'
-  assert last.data == {'attempt': 1, 'exit_code': 11, 'log_tail': ''}
+  assert last.data['exit_code'] == 11
+  assert last.data['log_tail'] == ''
 
 
 def test_a_signal_is_told_as_a_shell_would(watch):
@@ -230,7 +247,7 @@ time.sleep(0.3)
 sender.send(Kind.MESSAGE, text=f'asked {len(stop)} times')
 sys.exit(13)
 """)
-  watched.agent.start(1)
+  watched.agent.start(_assignment(1))
   watched.wait_for('ready')
   watched.agent.terminate()
   watched.wait_for('asked')
@@ -247,7 +264,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sender.send(Kind.MESSAGE, text='ready')
 time.sleep(600)
 """)
-  watched.agent.start(1)
+  watched.agent.start(_assignment(1))
   watched.wait_for('ready')
   watched.agent.terminate()
   assert watched.agent.is_running()
@@ -258,7 +275,7 @@ time.sleep(600)
 
 def test_a_worker_that_cannot_be_started_is_a_failed_attempt(watch):
   watched = watch('', command=['/nowhere/python'])
-  started, error, exited = watched.agent.start(1)
+  started, error, exited = watched.agent.start(_assignment(1))
   assert started.kind == Kind.WORKER_STARTED
   assert '/nowhere/python' in error.data['text']
   assert exited.data['exit_code'] == protocol.ExitCode.CRASHED
@@ -270,9 +287,35 @@ def test_a_start_without_space_is_a_full_disk(watch, monkeypatch, number):
     raise OSError(number, os.strerror(number))
 
   monkeypatch.setattr(subprocess, 'Popen', refuse)
-  _, error, exited = watch('').agent.start(1)
+  _, error, exited = watch('').agent.start(_assignment(1))
   assert error.data['exit_code'] == protocol.ExitCode.DISK_FULL
   assert exited.data['exit_code'] == protocol.ExitCode.DISK_FULL
+
+
+def test_workers_of_one_host_have_numbers_logs_and_ends_of_their_own(watch):
+  watched = watch(
+    """
+number = int(sys.argv[1].removeprefix('--process='))
+print('flags', *sys.argv[1:4])
+if number == 6:
+  sender = reporter.Reporter(fd, 6)
+  sender.send(Kind.MESSAGE, text='not worth telling twice')
+  sender.send(Kind.ERROR, text='mine', exit_code=7, traceback='')
+os._exit(number)
+""",
+    processes=2,
+  )
+  assignment = agent_lib.Assignment(3, 5, 8, '10.0.0.1:9')
+  started = watched.agent.start(assignment)
+  assert [event.data['process'] for event in started] == [5, 6]
+  assert {event.data['processes'] for event in started} == {8}
+  events = [watched.next() for _ in range(3)]
+  exits = [e.data for e in events if e.kind == Kind.WORKER_EXITED]
+  assert {e['process']: e['exit_code'] for e in exits} == {5: 5, 6: 6}
+  (error,) = (e.data for e in events if e.kind == Kind.ERROR)
+  assert error['process'] == 6
+  with open(f'{watched.log_path}.1.1.1.1.1.1') as log:
+    assert 'flags --process=6 --processes=8 --coordinator=10' in log.read()
 
 
 def test_a_worker_that_closes_its_pipe_is_watched_to_its_end(watch):
@@ -284,7 +327,7 @@ def test_lines_are_cut_at_any_chunk_boundary():
   stream = b'a\n\nbcd\nlonger\nef\ntoo long as well\n\nxyz\nrest'
   expected = [b'a', b'', b'bcd', None, b'ef', None, b'', b'xyz']
   for size in range(1, len(stream) + 1):
-    splitter = agent_lib.LineSplitter(max_line_bytes=4)
+    splitter = worker_process.LineSplitter(max_line_bytes=4)
     lines = []
     for start in range(0, len(stream), size):
       lines += splitter.split(stream[start : start + size])
@@ -292,7 +335,7 @@ def test_lines_are_cut_at_any_chunk_boundary():
 
 
 def test_a_line_without_end_takes_no_memory():
-  splitter = agent_lib.LineSplitter(max_line_bytes=1000)
+  splitter = worker_process.LineSplitter(max_line_bytes=1000)
   for _ in range(1000):
     assert splitter.split(b'x' * 900) == []
     assert len(splitter._begun) <= 1000

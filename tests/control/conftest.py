@@ -14,10 +14,11 @@ import ml_collections
 
 def get_config(arg=None):
   return ml_collections.ConfigDict({
-    'train': {'steps': 10},
+    'train': {'steps': 10, 'deterministic': True},
     'launch': {
       'max_restarts': 100, 'max_restarts_without_progress': 2,
-      'backoff_s': 0.05, 'grace_s': 30.0,
+      'backoff_s': 0.05, 'grace_s': 30.0, 'join_timeout_s': 20.0,
+      'collective_timeout_s': 20.0,
     },
   })
 """
@@ -34,11 +35,13 @@ import json, os, signal, sys, time
 from launch.control import protocol
 from launch.worker import reporter
 Kind = protocol.EventKind
-workdir, fd = (arg.split('=', 1)[1] for arg in sys.argv[1:])
-sender = reporter.Reporter(int(fd))
-with open(os.path.join(workdir, 'lives'), 'a+') as file:
+flags = dict(arg.removeprefix('--').split('=', 1) for arg in sys.argv[1:])
+workdir, process = flags['workdir'], int(flags['process'])
+sender = reporter.Reporter(int(flags['events_fd']), process)
+lives = os.path.join(workdir, f'lives{process}')
+with open(lives, 'a+') as file:
   file.write('x')
-life = os.path.getsize(os.path.join(workdir, 'lives'))
+life = os.path.getsize(lives)
 with open(os.path.join(workdir, 'config.json')) as file:
   config = json.load(file)
 def train(first, last):

@@ -24,6 +24,7 @@ class Screen:
 
   def __init__(self, out):
     self.out, self.err, self.now = out, io.StringIO(), 0.0
+    self.attempt = 0
     self.console = console_lib.Console(
       'runs/x', self.out, self.err, clock=lambda: self.now
     )
@@ -35,8 +36,13 @@ class Screen:
     self.tell(Kind.PHASE, name=name, total=total, unit=unit, start=start)
 
   def exit(self, exit_code, log_tail=''):
+    self.attempt += 1
     self.tell(
-      Kind.WORKER_EXITED, attempt=1, exit_code=exit_code, log_tail=log_tail
+      Kind.WORKER_EXITED,
+      attempt=self.attempt,
+      process=0,
+      exit_code=exit_code,
+      log_tail=log_tail,
     )
 
 
@@ -99,10 +105,10 @@ def test_one_line_tells_a_restart_and_where_it_continues(restored):
 
 def test_a_decision_to_start_is_told_from_the_second_on():
   screen = Screen(io.StringIO())
-  screen.tell(Kind.DECISION, action='start_worker', text='first start')
+  screen.tell(Kind.DECISION, action='start_workers', text='first start')
   assert not screen.err.getvalue()
   screen.exit(1)
-  screen.tell(Kind.DECISION, action='start_worker', text='second start')
+  screen.tell(Kind.DECISION, action='start_workers', text='second start')
   assert screen.err.getvalue() == 'second start\n'
 
 

@@ -49,9 +49,30 @@ sender.send(Kind.MESSAGE, text='summary: ' + os.environ['NPROC'])
   assert 'error:' not in run.output
   assert [event.step for event in run.events(Kind.PROGRESS)][-1] == 10
   decisions = run.events(Kind.DECISION)
-  assert [event.data['action'] for event in decisions] == ['start_worker'] * 3
+  assert [event.data['action'] for event in decisions] == ['start_workers'] * 3
   assert run.events(Kind.RUN_ENDED)[-1].data['exit_code'] == 0
   assert not workdir_lock.is_locked(str(run.workdir))
+
+
+def test_when_one_of_two_workers_dies_both_are_started_again(launch):
+  run = launch(
+    """
+if life == 1 and process == 1:
+  wait_for_stop(0.3)
+  os.kill(os.getpid(), signal.SIGKILL)
+if life == 1:
+  train(0, 5)
+  wait_for_stop(60)
+train(5, 10)
+""",
+    '--processes=2',
+  )
+  assert run.finish() == 0
+  assert run.exits() == [137, 137, 0, 0]
+  actions = [event.data['action'] for event in run.events(Kind.DECISION)]
+  assert actions == ['start_workers', 'kill_workers', 'start_workers']
+  assert 'restarted the worker (process 1 killed by SIGKILL' in run.output
+  assert run.output.count('train: 10/10 steps') == 1
 
 
 def test_a_worker_without_progress_is_given_up(launch):
@@ -143,7 +164,7 @@ while sender.connected:
 
 def test_a_stop_ends_a_wait_for_a_restart(launch):
   run = launch('train(0, 5); os._exit(1)', '--config.launch.backoff_s=1000.0')
-  _wait_until(lambda: (run.workdir / 'lives').exists())
+  _wait_until(lambda: (run.workdir / 'lives0').exists())
   _wait_until(lambda: run.exits() == [1])
   run.process.send_signal(signal.SIGTERM)
   assert run.finish() == protocol.ExitCode.PREEMPTED

@@ -25,7 +25,9 @@ def _progress(time_s):
 
 
 def _exited(time_s):
-  return _event(Kind.WORKER_EXITED, time_s, attempt=1, exit_code=0, log_tail='')
+  return _event(
+    Kind.WORKER_EXITED, time_s, attempt=1, process=0, exit_code=0, log_tail=''
+  )
 
 
 def test_a_second_writer_continues_the_first(tmp_path):

@@ -76,7 +76,9 @@ def test_bytes_that_are_no_text_are_refused():
 
 def test_a_sender_that_forgets_a_key_is_told():
   with pytest.raises(ValueError, match='exit_code'):
-    protocol.encode(_event(protocol.EventKind.ERROR, text='x', traceback=''))
+    protocol.encode(
+      _event(protocol.EventKind.ERROR, process=0, text='x', traceback='')
+    )
 
 
 def test_a_count_is_not_negative():

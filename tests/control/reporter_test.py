@@ -19,7 +19,7 @@ def pipe():
 
 def test_an_event_arrives(pipe):
   reader, write_fd = pipe
-  sender = reporter.Reporter(write_fd)
+  sender = reporter.Reporter(write_fd, 0)
   sender.send(protocol.EventKind.PROGRESS, step=3, done=3, loss=0.1)
   event = protocol.decode(reader.readline())
   assert (event.source, event.step) == ('worker', 3)
@@ -29,7 +29,7 @@ def test_an_event_arrives(pipe):
 
 def test_threads_do_not_mix_their_lines(pipe):
   reader, write_fd = pipe
-  sender = reporter.Reporter(write_fd)
+  sender = reporter.Reporter(write_fd, 0)
 
   def send(letter):
     for _ in range(20):
@@ -49,7 +49,7 @@ def test_threads_do_not_mix_their_lines(pipe):
 
 def test_it_notices_that_the_reader_is_gone_without_writing(pipe):
   reader, write_fd = pipe
-  sender = reporter.Reporter(write_fd)
+  sender = reporter.Reporter(write_fd, 0)
   assert sender.connected
   reader.close()
   assert not sender.connected
@@ -58,7 +58,7 @@ def test_it_notices_that_the_reader_is_gone_without_writing(pipe):
 
 def test_a_send_notices_that_the_reader_is_gone(pipe):
   reader, write_fd = pipe
-  sender = reporter.Reporter(write_fd)
+  sender = reporter.Reporter(write_fd, 0)
   reader.close()
   sender.send(protocol.EventKind.MESSAGE, text='nobody hears this')
   assert not sender.connected
@@ -66,7 +66,7 @@ def test_a_send_notices_that_the_reader_is_gone(pipe):
 
 def test_a_long_traceback_fits_into_a_line(pipe):
   reader, write_fd = pipe
-  sender = reporter.Reporter(write_fd)
+  sender = reporter.Reporter(write_fd, 0)
   traceback = 'begin' + '\u4e16' * 500_000 + 'end'
   thread = threading.Thread(
     target=sender.send,
@@ -85,5 +85,5 @@ def test_a_long_traceback_fits_into_a_line(pipe):
 def test_children_of_the_worker_do_not_inherit_the_pipe(pipe):
   _, write_fd = pipe
   os.set_inheritable(write_fd, True)
-  reporter.Reporter(write_fd)
+  reporter.Reporter(write_fd, 0)
   assert not os.get_inheritable(write_fd)

@@ -184,23 +184,36 @@ def test_a_damaged_config_is_named(tmp_path, text):
 
 def test_the_first_number_of_cores_is_kept(tmp_path):
   workdir = str(tmp_path)
-  assert run_config.recorded_num_cores(workdir, {'NPROC': '7'}) == 7
-  assert run_config.recorded_num_cores(workdir, {'NPROC': '9'}) == 7
-  assert run_config.recorded_num_cores(workdir, {}) == 7
+  assert run_config.recorded_num_cores(workdir, {'NPROC': '7'}, 1) == 7
+  assert run_config.recorded_num_cores(workdir, {'NPROC': '9'}, 1) == 7
+  assert run_config.recorded_num_cores(workdir, {}, 1) == 7
 
 
 def test_the_visible_cores_are_recorded(tmp_path):
   expected = len(os.sched_getaffinity(0))
-  assert run_config.recorded_num_cores(str(tmp_path), {}) == expected
+  assert run_config.recorded_num_cores(str(tmp_path), {}, 1) == expected
   assert json.loads((tmp_path / 'run.json').read_text()) == {
     'num_cores': expected
   }
 
 
+def test_workers_of_one_host_share_its_cores(tmp_path):
+  cores = len(os.sched_getaffinity(0))
+  share = run_config.recorded_num_cores(str(tmp_path), {}, cores)
+  assert share == 1
+  assert run_config.recorded_num_cores(str(tmp_path), {}, 1) == 1
+
+
+def test_a_mesh_may_change_between_two_starts(tmp_path):
+  for data in (4, 2):
+    run_config.bind(str(tmp_path), _with(mesh={'data': data}))
+    _add_results(tmp_path)
+
+
 @pytest.mark.parametrize('number', ['many', '0', '-1', '1.5'])
 def test_a_number_of_cores_must_be_one(tmp_path, number):
   with pytest.raises(ValueError, match='NPROC'):
-    run_config.recorded_num_cores(str(tmp_path), {'NPROC': number})
+    run_config.recorded_num_cores(str(tmp_path), {'NPROC': number}, 1)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +231,8 @@ def test_a_number_of_cores_must_be_one(tmp_path, number):
   ],
 )
 def test_launch_settings_are_checked(launch, message):
-  config = ml_collections.ConfigDict({'launch': launch})
+  train = {'deterministic': True}
+  config = ml_collections.ConfigDict({'launch': launch, 'train': train})
   with pytest.raises(ValueError, match=message):
     run_config.launch_settings(config)
 
@@ -227,7 +241,7 @@ def test_a_lock_is_exclusive_and_names_its_owner(tmp_path):
   workdir = str(tmp_path)
   assert not workdir_lock.is_locked(workdir)
   lock = workdir_lock.WorkdirLock(workdir)
-  lock.write_owner(worker_pid=None)
+  lock.write_owner(worker_pids=[])
   assert workdir_lock.is_locked(workdir)
   with pytest.raises(ValueError, match=f'in use by launcher {os.getpid()}'):
     workdir_lock.WorkdirLock(workdir)

@@ -15,10 +15,11 @@ def open_(tmp_path):
   """Opens the log; `.found` collects the mismatches."""
   opened = []
 
-  def open_log(first_step):
+  def open_log(first_step, layout='1x1x1'):
     found = []
     log = metric_log.MetricLog(
       str(tmp_path / 'metrics.jsonl'),
+      layout,
       first_step,
       lambda *difference: found.append(difference),
     )
@@ -53,6 +54,7 @@ def test_records_come_back(open_, path):
       'step': step,
       'loss': _loss(step),
       'rate': float(np.float32(0.1)),
+      'layout': '1x1x1',
       'timings': {'step_s': 0.5},
     }
     for step in (1, 2)
@@ -99,6 +101,21 @@ def test_a_difference_is_told_and_the_old_line_stays(open_, path):
     (2, 'loss', _loss(2), last_bit),
     (2, 'more', 1.0, None),
     (2, 'new', None, 3.0),
+  ]
+  assert path.read_bytes() == before
+
+
+def test_on_another_layout_losses_may_round_otherwise(open_, path):
+  _write(open_(1), 1, 2, 3, rate=0.1)
+  before = path.read_bytes()
+  log = open_(1, '2x1x1')
+  log.write(1, {'loss': _loss(1) * (1 + 1e-6), 'rate': 0.2}, {})
+  assert log.found == []
+  log.write(2, {'loss': _loss(2) * 1.001, 'rate': 0.1}, {})
+  log.write(3, {'rate': 0.1}, {})
+  assert log.found == [
+    (2, 'loss', _loss(2), _loss(2) * 1.001),
+    (3, 'loss', _loss(3), None),
   ]
   assert path.read_bytes() == before
 
