@@ -143,7 +143,8 @@ def get_config(arg=None):
     max_restarts_without_progress=3,
     backoff_s=5.0,
     grace_s=300.0,
-    join_timeout_s=300.0,  # for the processes of the run to meet
+    join_timeout_s=300.0,  # for the hosts and processes of the run to meet
+    heartbeat_timeout_s=30.0,  # after which a silent host is lost
     collective_timeout_s=600.0,  # after which a hung process is noticed
   )
   config.log = dict(

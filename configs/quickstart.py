@@ -120,7 +120,8 @@ def get_config(arg=None):
     max_restarts_without_progress=3,
     backoff_s=1.0,
     grace_s=60.0,
-    join_timeout_s=300.0,  # for the processes of the run to meet
+    join_timeout_s=300.0,  # for the hosts and processes of the run to meet
+    heartbeat_timeout_s=30.0,  # after which a silent host is lost
     collective_timeout_s=600.0,  # after which a hung process is noticed
   )
   config.log = dict(

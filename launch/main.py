@@ -5,32 +5,24 @@ controller. Kept short: what it starts is in `launch.control` and
 `launch.worker`, where it can be tested.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import dataclasses
 import errno
-import functools
 import os
 import pathlib
 import re
-import signal
 import sys
 
 from absl import flags
 
-from launch.control import agent as agent_lib
-from launch.control import cluster as cluster_lib
 from launch.control import config_file
 from launch.control import console as console_lib
-from launch.control import controller as controller_lib
-from launch.control import environment
-from launch.control import journal as journal_lib
-from launch.control import policy
+from launch.control import placement
 from launch.control import protocol
+from launch.control import roles
 from launch.control import run_config
 from launch.control import status
-from launch.control import workdir_lock
 
 _HELP = """\
 Trains what a config file says, restarts after a crash, resumes when started
@@ -43,6 +35,13 @@ again. Uses: python -m launch.main [status] --config=FILE [--workdir=DIR]
                         runs/<name of the config file>
   --processes=N         worker processes on this host; default 1, which uses
                         all of its devices
+  --devices=0,1,...     GPUs of this host to use, shared out over its workers
+  --hosts=N --host=I    this is number I (from 0) of N hosts, on each of which
+                        the same command runs; Slurm, Open MPI and JobSet tell
+                        it themselves (docs/CLUSTERS.md)
+  --coordinator=A:PORT  where host 0 listens; --bind=A:PORT if that is another
+                        address there
+  --standby             this host takes the place of one that is lost
   status                instead of training, tells how the run in --workdir
                         is doing
 
@@ -63,7 +62,8 @@ Exit codes:
   13  stopped as asked; the same command continues
   14  several restarts in a row made no progress
   15  the restarts are used up
-  16  (of a worker) another process of the run died or hung
+  16  another process of the run did not come, died or hung
+  17  a host of the run stopped answering and did not come back
 """
 
 
@@ -92,7 +92,7 @@ def run(argv: Sequence[str], worker_command: Sequence[str]) -> int:
       if arguments.subcommand == 'status':
         console_lib.write_line(status.describe(arguments.workdir), sys.stdout)
         return protocol.ExitCode.DONE
-      launch = _prepare(arguments, worker_command, stack)
+      launch = roles.prepare(_job(arguments, worker_command), stack)
     except ValueError as error:
       return _fail(protocol.ExitCode.USER_ERROR, str(error))
     except OSError as error:
@@ -112,9 +112,6 @@ _HELP_FLAGS = ('-h', '-help', '--help', '--helpshort', '--helpfull', '-?')
 
 _OVERRIDE = re.compile(r'--?(no)?config\.')
 
-# Beyond so many unread events the worker waits.
-_MAX_UNREAD_EVENTS = 1000
-
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
@@ -122,16 +119,18 @@ class _Arguments:
   config: str | None
   overrides: tuple[str, ...]
   workdir: str
-  processes: int
+  given: placement.Given
 
 
 def _parse(argv: Sequence[str]) -> _Arguments:
   flag_values = flags.FlagValues()
   flags.DEFINE_string('config', None, 'config file', flag_values=flag_values)
   flags.DEFINE_string('workdir', None, 'directory', flag_values=flag_values)
-  flags.DEFINE_integer(
-    'processes', 1, 'workers', lower_bound=1, flag_values=flag_values
-  )
+  for name in ('hosts', 'host', 'processes'):
+    flags.DEFINE_integer(name, None, 'see --help', flag_values=flag_values)
+  for name in ('coordinator', 'bind', 'devices'):
+    flags.DEFINE_string(name, None, 'see --help', flag_values=flag_values)
+  flags.DEFINE_boolean('standby', False, 'see --help', flag_values=flag_values)
   overrides = tuple(arg for arg in argv[1:] if _OVERRIDE.match(arg))
   rest = [arg for arg in argv if arg not in overrides]
   try:
@@ -164,104 +163,30 @@ def _parse(argv: Sequence[str]) -> _Arguments:
     config,
     overrides,
     os.path.expanduser(workdir),
-    flag_values['processes'].value,
+    placement.Given(
+      **{
+        field.name: flag_values[field.name].value
+        for field in dataclasses.fields(placement.Given)
+      }
+    ),
   )
 
 
-def _prepare(
-  arguments: _Arguments,
-  worker_command: Sequence[str],
-  stack: contextlib.ExitStack,
-) -> Callable[[], policy.Finish]:
-  """Checks everything, and returns what runs the launch."""
-  workdir = arguments.workdir
+def _job(arguments: _Arguments, worker_command: Sequence[str]) -> roles.Job:
   config = config_file.load(arguments.config)
   config_file.override(config, arguments.overrides)
-  settings = run_config.launch_settings(config)
-  plain = run_config.to_plain(config)
-  _make_workdir(workdir)
-  lock = workdir_lock.WorkdirLock(workdir)
-  stack.callback(lock.release)
-  run_config.bind(workdir, plain)
-  num_cores = run_config.recorded_num_cores(
-    workdir, os.environ, arguments.processes
-  )
-  if os.environ.get('NPROC', str(num_cores)) != str(num_cores):
-    console_lib.write_line(
-      f'warning: NPROC={os.environ["NPROC"]} is ignored: this run began with '
-      f'{num_cores} cores, and another number would change its bits',
-      sys.stderr,
-    )
-  lock.write_owner(worker_pids=[])
-  journal = journal_lib.Journal(os.path.join(workdir, 'journal.sqlite'))
-  stack.callback(journal.close)
-  cluster = cluster_lib.Cluster(limits=settings.limits, workdir=workdir)
-  for event in journal.read_all():
-    cluster = cluster_lib.fold(cluster, event)
-  mailbox = controller_lib.Mailbox(_MAX_UNREAD_EVENTS)
-  agent = _agent(arguments, settings, num_cores, worker_command, lock, mailbox)
-  console = console_lib.Console(workdir, sys.stdout, sys.stderr)
-  stack.callback(console.close)
-  controller = controller_lib.Controller(
-    cluster=cluster,
-    grace_s=settings.grace_s,
-    journal=journal,
-    agent=agent,
-    mailbox=mailbox,
-    show=console.show,
-  )
-  _catch_signals(mailbox, stack)
-  return lambda: controller.run(launcher_pid=os.getpid(), num_cores=num_cores)
-
-
-def _agent(
-  arguments: _Arguments,
-  settings: run_config.LaunchSettings,
-  num_cores: int,
-  worker_command: Sequence[str],
-  lock: workdir_lock.WorkdirLock,
-  mailbox: controller_lib.Mailbox,
-) -> agent_lib.Agent:
-  workdir = arguments.workdir
-  worker_environment = environment.of_worker(
-    os.environ,
-    num_cores=num_cores,
-    gpus=None,
-    collective_timeout_s=settings.collective_timeout_s,
-    deterministic=settings.deterministic,
-  )
-  return agent_lib.Agent(
-    command=(
-      *worker_command,
-      f'--workdir={os.path.abspath(workdir)}',
-      f'--join_timeout_s={settings.join_timeout_s}',
+  return roles.Job(
+    workdir=arguments.workdir,
+    config=run_config.to_plain(config),
+    settings=run_config.launch_settings(config),
+    placement=placement.find(
+      arguments.given,
+      os.environ,
+      placement.local_gpus('/dev'),
+      placement.resolve,
     ),
-    environments=[worker_environment] * arguments.processes,
-    log_path=functools.partial(protocol.worker_log, workdir),
-    lock_fd=lock.fd,
-    on_worker_pids=lock.write_owner,
-    deliver=mailbox.put,
+    worker_command=worker_command,
   )
-
-
-def _make_workdir(workdir: str) -> None:
-  try:
-    os.makedirs(workdir, exist_ok=True)
-  except (FileExistsError, NotADirectoryError) as error:
-    raise ValueError(
-      f'--workdir={workdir} cannot be a directory, for it or one above it is a '
-      'file; pass another --workdir'
-    ) from error
-
-
-def _catch_signals(
-  mailbox: controller_lib.Mailbox, stack: contextlib.ExitStack
-) -> None:
-  for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-    # nohup ignores SIGHUP, and shells SIGINT for jobs in the background.
-    if signal.getsignal(number) != signal.SIG_IGN:
-      previous = signal.signal(number, lambda n, _: mailbox.put_signal(n))
-      stack.callback(signal.signal, number, previous)
 
 
 def _explain(error: OSError, otherwise: int) -> tuple[int, str]:

@@ -107,7 +107,8 @@ def get_config(arg):
     max_restarts_without_progress=3,
     backoff_s=0.1,
     grace_s=60.0,
-    join_timeout_s=120.0,  # for the processes of the run to meet
+    join_timeout_s=120.0,  # for the hosts and processes of the run to meet
+    heartbeat_timeout_s=30.0,  # after which a silent host is lost
     collective_timeout_s=120.0,  # after which a hung process is noticed
   )
   config.log = dict(tensorboard=False, compilation_cache_dir=f'{arg}/cache/xla')

@@ -29,11 +29,13 @@ class Limits:
     max_restarts: restarts of one launch, without those after a preemption.
     max_restarts_without_progress: restarts in a row that reach no new step.
     backoff_s: seconds between a worker's end and its restart.
+    join_timeout_s: seconds to wait for hosts that are missing.
   """
 
   max_restarts: int
   max_restarts_without_progress: int
   backoff_s: float
+  join_timeout_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Attempt:
 
   Attributes:
     number: 1 for the first of this launch.
-    processes: how many workers it has.
+    places: of every worker, by its number: 'host 0', ...
     started_s: when it started, in seconds since 1970.
     first_step: the first step it reported, restored or trained.
     last_step: the last step it trained.
@@ -73,7 +75,7 @@ class Attempt:
   """
 
   number: int
-  processes: int
+  places: tuple[str, ...]
   started_s: float
   first_step: int | None = None
   last_step: int | None = None
@@ -81,6 +83,11 @@ class Attempt:
   errors: Mapping[int, str] = dataclasses.field(default_factory=dict)
   exits: tuple[Exit, ...] = ()
   killing: bool = False
+
+  @property
+  def processes(self) -> int:
+    """How many workers it has."""
+    return len(self.places)
 
   @property
   def ended_s(self) -> float | None:
@@ -102,6 +109,9 @@ class Cluster:
   Attributes:
     limits: when to give up.
     workdir: where a reader of a message finds the workers' logs.
+    num_hosts: how many hosts the run needs.
+    hosts: workers of each host that is there, by place; standbys, too.
+    missing_since_s: since when a host is missing.
     attempts: those of this launch, oldest first.
     best_step: the furthest step any attempt of any launch trained.
     best_checkpoint: the furthest step any attempt of any launch saved.
@@ -111,6 +121,9 @@ class Cluster:
 
   limits: Limits
   workdir: str
+  num_hosts: int
+  hosts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  missing_since_s: float = 0.0
   attempts: tuple[Attempt, ...] = ()
   best_step: int | None = None
   best_checkpoint: int | None = None
@@ -162,18 +175,44 @@ def _gravity(each: Exit) -> tuple[int, float]:
 
 
 def _on_run_started(cluster: Cluster, event: protocol.Event) -> Cluster:
-  del event
   return dataclasses.replace(
-    cluster, attempts=(), stop_requested=False, ended=False
+    cluster,
+    hosts={},
+    missing_since_s=event.time_s,
+    attempts=(),
+    stop_requested=False,
+    ended=False,
   )
 
 
-def _on_worker_started(cluster: Cluster, event: protocol.Event) -> Cluster:
-  number = event.data['attempt']
-  if cluster.attempts and cluster.attempts[-1].number == number:
+def _on_host_joined(cluster: Cluster, event: protocol.Event) -> Cluster:
+  joined = {event.data['place']: event.data['processes']}
+  return dataclasses.replace(cluster, hosts={**cluster.hosts, **joined})
+
+
+def _on_host_lost(cluster: Cluster, event: protocol.Event) -> Cluster:
+  """The host's workers count as ended, whatever became of them."""
+  place = event.data['place']
+  hosts = {p: n for p, n in cluster.hosts.items() if p != place}
+  cluster = dataclasses.replace(
+    cluster, hosts=hosts, missing_since_s=event.time_s
+  )
+  if not cluster.attempts:
     return cluster
-  attempt = Attempt(number, event.data['processes'], event.time_s)
-  return dataclasses.replace(cluster, attempts=(*cluster.attempts, attempt))
+  last = cluster.attempts[-1]
+  known = {each.process for each in last.exits}
+  lost = tuple(
+    Exit(
+      process,
+      protocol.ExitCode.HOST_LOST,
+      event.data['text'],
+      event.time_s,
+      killed=False,
+    )
+    for process, its_place in enumerate(last.places)
+    if its_place == place and process not in known
+  )
+  return _with_last(cluster, exits=(*last.exits, *lost))
 
 
 def _on_progress(cluster: Cluster, event: protocol.Event) -> Cluster:
@@ -222,6 +261,10 @@ def _on_worker_exited(cluster: Cluster, event: protocol.Event) -> Cluster:
   if not cluster.attempts:
     return cluster
   last, data = cluster.attempts[-1], event.data
+  if data['attempt'] != last.number or data['process'] in {
+    each.process for each in last.exits
+  }:
+    return cluster  # of a host that was given up, or told twice
   exit_code, error = diagnosis.explain(
     data['exit_code'], last.errors.get(data['process'], ''), data['log_tail']
   )
@@ -232,6 +275,18 @@ def _on_worker_exited(cluster: Cluster, event: protocol.Event) -> Cluster:
 
 def _on_decision(cluster: Cluster, event: protocol.Event) -> Cluster:
   match event.data['action']:
+    case 'start_workers':
+      places = tuple(
+        place
+        for place, processes in event.data['hosts']
+        for _ in range(processes)
+      )
+      attempt = Attempt(event.data['attempt'], places, event.time_s)
+      return dataclasses.replace(cluster, attempts=(*cluster.attempts, attempt))
+    case 'promote':
+      hosts = dict(cluster.hosts)
+      hosts[event.data['place']] = hosts.pop(event.data['standby'])
+      return dataclasses.replace(cluster, hosts=hosts)
     case 'stop':
       return dataclasses.replace(cluster, stop_requested=True)
     case 'kill_workers' if cluster.attempts:
@@ -253,7 +308,8 @@ _CHANGES: dict[
   protocol.EventKind, Callable[[Cluster, protocol.Event], Cluster]
 ] = {
   protocol.EventKind.RUN_STARTED: _on_run_started,
-  protocol.EventKind.WORKER_STARTED: _on_worker_started,
+  protocol.EventKind.HOST_JOINED: _on_host_joined,
+  protocol.EventKind.HOST_LOST: _on_host_lost,
   protocol.EventKind.PROGRESS: _on_progress,
   protocol.EventKind.RESTORED: _on_restored,
   protocol.EventKind.CHECKPOINT_SAVED: _on_checkpoint,

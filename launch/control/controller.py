@@ -14,8 +14,8 @@ import threading
 import time
 from typing import Any
 
-from launch.control import agent as agent_lib
 from launch.control import cluster as cluster_lib
+from launch.control import fleet as fleet_lib
 from launch.control import journal as journal_lib
 from launch.control import policy
 from launch.control import protocol
@@ -79,7 +79,7 @@ class Controller:
     cluster: cluster_lib.Cluster,
     grace_s: float,
     journal: journal_lib.Journal,
-    agent: agent_lib.Agent,
+    fleet: fleet_lib.Fleet,
     mailbox: Mailbox,
     show: Callable[[protocol.Event], None],
   ):
@@ -89,14 +89,14 @@ class Controller:
       cluster: the fold of the journal so far.
       grace_s: seconds that a worker asked to stop may take.
       journal: every event goes here first.
-      agent: starts the worker; it delivers to `mailbox`.
+      fleet: starts the workers; it delivers to `mailbox`.
       mailbox: where events and signals arrive.
       show: draws an event for the user.
     """
     self._cluster = cluster
     self._grace_s = grace_s
     self._journal = journal
-    self._agent = agent
+    self._fleet = fleet
     self._mailbox = mailbox
     self._show = show
     self._kill_at: float | None = None
@@ -114,18 +114,27 @@ class Controller:
       OSError: when the journal cannot be written any more; the worker was asked
         to save and end.
     """
+    finish = policy.Finish(
+      protocol.ExitCode.CRASHED, 'the first launcher could not go on'
+    )
     try:
       self._record(protocol.EventKind.RUN_STARTED, **about_run)
-      while True:
-        finish = self._act()
-        if finish is not None:
-          return finish
+      self._record(
+        protocol.EventKind.HOST_JOINED,
+        place=fleet_lib.HERE,
+        processes=self._fleet.num_local_workers,
+        where=socket.gethostname(),
+      )
+      while (done := self._act()) is None:
+        pass
+      finish = done
+      return finish
     except OSError:
       self._stop_without_journal()
       raise
     finally:
       self._mailbox.close()
-      self._agent.close()
+      self._fleet.close(finish, _GOODBYE_S)
 
   def _act(self) -> policy.Finish | None:
     """Decides once, and waits for what comes next."""
@@ -137,12 +146,21 @@ class Controller:
             protocol.EventKind.RUN_ENDED, exit_code=int(exit_code), text=reason
           )
           return action
-        case policy.StartWorkers(attempt):
-          self._start(attempt)
+        case policy.StartWorkers():
+          self._start(action)
+          return None
+        case policy.Promote(standby, place):
+          self._decided(
+            'promote',
+            f'{standby} takes the place of {place}',
+            standby=standby,
+            place=place,
+          )
+          self._fleet.promote(standby, place)
           return None
         case policy.KillWorkers(reason):
           self._decided('kill_workers', reason)
-          self._agent.kill()
+          self._fleet.kill()
           return None
         case policy.Wait(until_s):
           wait_until_s = until_s
@@ -156,23 +174,23 @@ class Controller:
       self._decided(
         'kill', f'the worker did not end within {self._grace_s:g} s: killing it'
       )
-      self._agent.kill()
+      self._fleet.kill()
     return None
 
-  def _start(self, attempt: int) -> None:
-    processes = self._agent.num_workers
+  def _start(self, action: policy.StartWorkers) -> None:
+    processes = sum(number for _, number in action.hosts)
     what = 'the worker' if processes == 1 else f'{processes} workers'
-    text = f'starting {what} (attempt {attempt})'
-    if attempt > 1:
+    text = f'starting {what} (attempt {action.attempt})'
+    if action.attempt > 1:
       end = cluster_lib.describe_end(self._cluster.attempts[-1])
       text += f' after the last one ended: {end}'
-    self._decided('start_workers', text)
-    coordinator = f'127.0.0.1:{_free_port()}' if processes > 1 else ''
-    self._take(
-      self._agent.start(
-        agent_lib.Assignment(attempt, 0, processes, coordinator)
-      )
+    self._decided(
+      'start_workers',
+      text,
+      attempt=action.attempt,
+      hosts=[list(each) for each in action.hosts],
     )
+    self._take(self._fleet.start(action.attempt, action.hosts))
 
   def _on_signal(self, signal_number: signal.Signals) -> None:
     if not self._cluster.stop_requested:
@@ -181,12 +199,12 @@ class Controller:
         f'{signal_number.name}: waiting up to {self._grace_s:g} s for the '
         'worker to save and end (Ctrl-C kills it now)',
       )
-      self._agent.terminate()
+      self._fleet.terminate()
       self._kill_at = time.monotonic() + self._grace_s
     elif signal_number == signal.SIGINT:
       self._kill_at = None
       self._decided('kill', 'Ctrl-C again: killing the worker')
-      self._agent.kill()
+      self._fleet.kill()
 
   def _timeout_s(self, wait_until_s: float | None) -> float | None:
     timeouts = []
@@ -196,8 +214,8 @@ class Controller:
       timeouts.append(self._kill_at - time.monotonic())
     return max(0.0, min(timeouts)) if timeouts else None
 
-  def _decided(self, action: str, text: str) -> None:
-    self._record(protocol.EventKind.DECISION, action=action, text=text)
+  def _decided(self, action: str, text: str, **data: Any) -> None:
+    self._record(protocol.EventKind.DECISION, action=action, text=text, **data)
 
   def _record(self, kind: protocol.EventKind, **data: Any) -> None:
     event = protocol.Event(kind, 'controller', time.time(), None, data)
@@ -212,19 +230,15 @@ class Controller:
 
   def _stop_without_journal(self) -> None:
     """Gives the worker its grace to save, though nothing can be recorded."""
-    self._agent.terminate()
+    self._fleet.terminate()
     deadline = time.monotonic() + self._grace_s
-    while self._agent.is_running() and time.monotonic() < deadline:
+    while self._fleet.is_running_here() and time.monotonic() < deadline:
       # Reading keeps the worker's pipe from filling up and blocking it.
       if signal.SIGINT in self._mailbox.get(timeout_s=0.2):
         return
 
 
-def _free_port() -> int:
-  with socket.socket() as probe:
-    probe.bind(('127.0.0.1', 0))
-    return probe.getsockname()[1]
-
-
+# How long other launchers may take to hear of the end.
+_GOODBYE_S = 10.0
 # Events that share one transaction, and so one wait for the disk.
 _MAX_BATCH = 256

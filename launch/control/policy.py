@@ -19,9 +19,10 @@ from launch.control import protocol
 
 @dataclasses.dataclass(frozen=True)
 class StartWorkers:
-  """Start all workers now."""
+  """Start all workers now: so many at each place, numbered in this order."""
 
   attempt: int
+  hosts: tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,14 @@ class KillWorkers:
   """Kill the workers that still live, for the given reason."""
 
   reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Promote:
+  """Give a standby the place of a host that is gone."""
+
+  standby: str
+  place: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Finish:
   reason: str
 
 
-Action = StartWorkers | KillWorkers | Wait | Finish
+Action = StartWorkers | KillWorkers | Promote | Wait | Finish
 
 
 def decide(cluster: cluster_lib.Cluster, now: float) -> tuple[Action, ...]:
@@ -64,7 +73,7 @@ def decide(cluster: cluster_lib.Cluster, now: float) -> tuple[Action, ...]:
   if not cluster.attempts:
     if cluster.stop_requested:
       return (Finish(protocol.ExitCode.PREEMPTED, 'stopped as asked'),)
-    return (StartWorkers(1),)
+    return (_start(cluster, 1, now),)
   last = cluster.attempts[-1]
   if last.ended_s is None:
     return _end_together(last, now)
@@ -75,7 +84,7 @@ def decide(cluster: cluster_lib.Cluster, now: float) -> tuple[Action, ...]:
   until_s = min(last.ended_s, now) + cluster.limits.backoff_s
   if now < until_s:
     return (Wait(until_s),)
-  return (StartWorkers(last.number + 1),)
+  return (_start(cluster, last.number + 1, now),)
 
 
 def count_restarts(cluster: cluster_lib.Cluster) -> int:
@@ -83,6 +92,30 @@ def count_restarts(cluster: cluster_lib.Cluster) -> int:
   return sum(
     attempt.cause.exit_code != protocol.ExitCode.PREEMPTED
     for attempt in cluster.attempts[:-1]
+  )
+
+
+def _start(cluster: cluster_lib.Cluster, attempt: int, now: float) -> Action:
+  """Starts the workers once every host is there."""
+  places = [f'host {number}' for number in range(cluster.num_hosts)]
+  missing = [place for place in places if place not in cluster.hosts]
+  if not missing:
+    hosts = tuple((place, cluster.hosts[place]) for place in places)
+    return StartWorkers(attempt, hosts)
+  standbys = [place for place in cluster.hosts if place not in places]
+  # At the start a host is late; only later it is lost.
+  if standbys and attempt > 1:
+    return Promote(standbys[0], missing[0])
+  until_s = min(now, cluster.missing_since_s) + cluster.limits.join_timeout_s
+  if now < until_s:
+    return Wait(until_s)
+  return Finish(
+    protocol.ExitCode.PEER_LOST
+    if attempt == 1
+    else protocol.ExitCode.HOST_LOST,
+    f'{", ".join(missing)} of {cluster.num_hosts} hosts did not join within'
+    f' {cluster.limits.join_timeout_s:g} s (launch.join_timeout_s): start the'
+    ' same command there, or see what its launcher says',
   )
 
 

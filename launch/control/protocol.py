@@ -7,6 +7,8 @@ What `data` holds, by kind (further keys are allowed, a reader ignores those it
 does not know):
 
   RUN_STARTED         launcher_pid, num_cores
+  HOST_JOINED         place ('host 2' or 'standby ...'), processes, where
+  HOST_LOST           place, text
   WORKER_STARTED      attempt, process, processes, pid
   PHASE               name, total, unit, start: a new progress bar begins
   PROGRESS            done; optional numbers such as loss, tokens_per_s
@@ -37,7 +39,7 @@ MAX_LINE_BYTES = 1 << 20
 class ExitCode(enum.IntEnum):
   """How a worker, or a whole run, ended.
 
-  Restarting heals CRASHED, PREEMPTED, PEER_LOST and death by a signal; every
+  Restarting heals CRASHED, PREEMPTED, PEER_LOST, HOST_LOST and signals; every
   other code would only come back, so the run ends with it at once.
   """
 
@@ -64,12 +66,16 @@ class ExitCode(enum.IntEnum):
   # Another process of the run died or hung, and this one could not go on.
   # Healable: all of them are started again.
   PEER_LOST = 16
+  # A host of the run stopped answering or left. Healable: it may come back.
+  HOST_LOST = 17
 
 
 class EventKind(enum.StrEnum):
   """What an event tells; the payload of each is in the module docstring."""
 
   RUN_STARTED = 'run_started'
+  HOST_JOINED = 'host_joined'
+  HOST_LOST = 'host_lost'
   WORKER_STARTED = 'worker_started'
   PHASE = 'phase'
   PROGRESS = 'progress'
@@ -204,6 +210,8 @@ _PAYLOADS = {
     'exit_code': int,
     'traceback': str,
   },
+  EventKind.HOST_JOINED: {'place': str, 'processes': int, 'where': str},
+  EventKind.HOST_LOST: {'place': str, 'text': str},
   EventKind.WORKER_STARTED: {'attempt': int, 'process': int, 'processes': int},
   EventKind.WORKER_EXITED: {
     'attempt': int,

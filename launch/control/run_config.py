@@ -37,15 +37,14 @@ class LaunchSettings:
   Attributes:
     limits: when to give up.
     grace_s: seconds that a worker asked to stop may take to save.
-    join_timeout_s: seconds that the processes of a run wait for each other at
-      its start.
+    heartbeat_timeout_s: seconds of silence after which a host is lost.
     collective_timeout_s: see `environment.of_worker`.
     deterministic: the config's `train.deterministic`; see there, too.
   """
 
   limits: cluster.Limits
   grace_s: float
-  join_timeout_s: float
+  heartbeat_timeout_s: float
   collective_timeout_s: float
   deterministic: bool
 
@@ -55,8 +54,8 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
 
   Args:
     config: has `launch` with max_restarts, max_restarts_without_progress,
-      backoff_s, grace_s, join_timeout_s and collective_timeout_s, and
-      `train.deterministic`.
+      backoff_s, grace_s, join_timeout_s, heartbeat_timeout_s and
+      collective_timeout_s, and `train.deterministic`.
 
   Raises:
     ValueError: when a key is missing or has no sensible value.
@@ -66,7 +65,8 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
     raise ValueError(
       'the config has no group `launch`; add config.launch = '
       'dict(max_restarts=100, max_restarts_without_progress=3, backoff_s=1.0, '
-      'grace_s=60.0, join_timeout_s=300.0, collective_timeout_s=600.0)'
+      'grace_s=60.0, join_timeout_s=300.0, heartbeat_timeout_s=30.0, '
+      'collective_timeout_s=600.0)'
     )
   deterministic = config.get('train', {}).get('deterministic')
   if not isinstance(deterministic, bool):
@@ -81,9 +81,10 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
         1, group, 'max_restarts_without_progress', int
       ),
       backoff_s=_at_least(0, group, 'backoff_s', float),
+      join_timeout_s=_at_least(1, group, 'join_timeout_s', float),
     ),
     grace_s=_at_least(0, group, 'grace_s', float),
-    join_timeout_s=_at_least(1, group, 'join_timeout_s', float),
+    heartbeat_timeout_s=_at_least(1, group, 'heartbeat_timeout_s', float),
     collective_timeout_s=_at_least(1, group, 'collective_timeout_s', float),
     deterministic=deterministic,
   )

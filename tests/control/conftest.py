@@ -9,7 +9,7 @@ import pytest
 from launch.control import journal
 from launch.control import protocol
 
-_CONFIG = """
+CONFIG = """
 import ml_collections
 
 def get_config(arg=None):
@@ -18,19 +18,19 @@ def get_config(arg=None):
     'launch': {
       'max_restarts': 100, 'max_restarts_without_progress': 2,
       'backoff_s': 0.05, 'grace_s': 30.0, 'join_timeout_s': 20.0,
-      'collective_timeout_s': 20.0,
+      'heartbeat_timeout_s': 20.0,      'collective_timeout_s': 20.0,
     },
   })
 """
 
-_LAUNCHER = """
+LAUNCHER = """
 import sys
 from launch import main
 sys.exit(main.run(sys.argv, [sys.executable, '-c', sys.argv.pop(1)]))
 """
 
 # Counts its lives in the workdir, so that a test can give each another fate.
-_WORKER = """
+WORKER = """
 import json, os, signal, sys, time
 from launch.control import protocol
 from launch.worker import reporter
@@ -66,11 +66,11 @@ class Launch:
   def __init__(self, directory, source, *arguments, patch=''):
     self.workdir = directory / 'run'
     config = directory / 'config.py'
-    config.write_text(_CONFIG)
+    config.write_text(CONFIG)
     self.output = ''
     self.process = subprocess.Popen(
       [
-        *(sys.executable, '-c', patch + _LAUNCHER, _WORKER + source),
+        *(sys.executable, '-c', patch + LAUNCHER, WORKER + source),
         *(f'--config={config}', f'--workdir={self.workdir}', *arguments),
       ],
       stdout=subprocess.PIPE,
@@ -121,5 +121,5 @@ def launch(tmp_path):
 def config_path(tmp_path):
   """A config file that `launch` and `main.run` accept."""
   path = tmp_path / 'config.py'
-  path.write_text(_CONFIG)
+  path.write_text(CONFIG)
   return path

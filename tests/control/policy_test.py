@@ -1,7 +1,6 @@
 """The decisions: heal what can be healed, and never without end."""
 
 import dataclasses
-import itertools
 import random
 import signal
 
@@ -10,79 +9,18 @@ import pytest
 from launch.control import cluster
 from launch.control import policy
 from launch.control import protocol
+from tests.control.folded_run import LIMITS
+from tests.control.folded_run import Run
 
 Kind = protocol.EventKind
 ExitCode = protocol.ExitCode
 
-LIMITS = cluster.Limits(
-  max_restarts=5, max_restarts_without_progress=3, backoff_s=2.0
-)
 NOT_HEALABLE = (
   ExitCode.USER_ERROR,
   ExitCode.NOT_FINITE,
   ExitCode.OUT_OF_MEMORY,
   ExitCode.DISK_FULL,
 )
-
-
-class Run:
-  """Folds events as a controller would, with a clock of its own."""
-
-  def __init__(self, limits=LIMITS, processes=1):
-    self.processes = processes
-    self.cluster = cluster.Cluster(limits=limits, workdir='runs/x')
-    self.now = 1000.0
-    self.tell(Kind.RUN_STARTED)
-
-  def tell(self, kind, step=None, **data):
-    event = protocol.Event(kind, 'worker', self.now, step, data)
-    self.cluster = cluster.fold(self.cluster, event)
-
-  def decide(self):
-    return policy.decide(self.cluster, self.now)
-
-  def start(self):
-    (action,) = self.decide()
-    assert isinstance(action, policy.StartWorkers)
-    for process in range(self.processes):
-      self.tell(
-        Kind.WORKER_STARTED,
-        attempt=action.attempt,
-        process=process,
-        processes=self.processes,
-        pid=process,
-      )
-    assert self.decide() == ()
-
-  def say(self, text, exit_code, process=0):
-    self.tell(
-      Kind.ERROR,
-      process=process,
-      text=text,
-      exit_code=exit_code,
-      traceback='',
-    )
-
-  def reach(self, step):
-    self.tell(Kind.PROGRESS, step=step, done=step)
-
-  def exit(self, exit_code, log_tail='', process=0):
-    attempt = self.cluster.attempts[-1].number
-    self.tell(
-      Kind.WORKER_EXITED,
-      attempt=attempt,
-      process=process,
-      exit_code=exit_code,
-      log_tail=log_tail,
-    )
-
-  def wait(self):
-    (action,) = self.decide()
-    assert isinstance(action, policy.Wait)
-    self.now = action.until_s
-
-  def ask_to_stop(self):
-    self.tell(Kind.DECISION, action='stop', text='SIGTERM')
 
 
 @pytest.mark.parametrize('exit_code', NOT_HEALABLE)
@@ -113,7 +51,7 @@ def test_the_rest_is_restarted_after_the_backoff(exit_code):
   run.exit(exit_code)
   assert run.decide() == (policy.Wait(run.now + LIMITS.backoff_s),)
   run.wait()
-  assert run.decide() == (policy.StartWorkers(2),)
+  assert run.decide() == (policy.StartWorkers(2, (('host 0', run.processes),)),)
 
 
 def test_a_clock_set_back_does_not_lengthen_the_wait():
@@ -122,60 +60,6 @@ def test_a_clock_set_back_does_not_lengthen_the_wait():
   run.exit(ExitCode.CRASHED)
   run.now -= 1e6
   assert run.decide() == (policy.Wait(run.now + LIMITS.backoff_s),)
-
-
-def test_workers_that_outlive_a_crash_get_a_moment_and_are_killed():
-  run = Run(processes=3)
-  run.start()
-  run.reach(7)
-  begun = run.now
-  run.exit(128 + 11, process=1)
-  run.now += 1
-  run.exit(ExitCode.PEER_LOST, process=2)
-  run.wait()
-  assert begun < run.now < begun + 10
-  (action,) = run.decide()
-  assert isinstance(action, policy.KillWorkers)
-  assert 'process 1 killed by SIGSEGV at step 7' in action.reason
-  run.tell(Kind.DECISION, action='kill_workers', text=action.reason)
-  assert run.decide() == ()
-  run.exit(128 + 9, process=0)
-  run.wait()
-  assert run.decide() == (policy.StartWorkers(2),)
-
-
-def test_workers_that_end_together_are_not_killed():
-  run = Run(processes=2)
-  run.start()
-  run.exit(ExitCode.DONE, process=1)
-  run.now += 1000
-  assert run.decide() == ()
-  run.exit(ExitCode.DONE, process=0)
-  assert run.decide() == (policy.Finish(ExitCode.DONE, 'done'),)
-
-
-@pytest.mark.parametrize('order', list(itertools.permutations(range(4))))
-def test_the_cause_is_the_gravest_end_and_not_the_first(order):
-  run = Run(processes=4)
-  run.start()
-  codes = (ExitCode.PEER_LOST, ExitCode.DISK_FULL, 1, ExitCode.PREEMPTED)
-  run.say('the disk is full', ExitCode.DISK_FULL, process=1)
-  for process in order:
-    run.exit(codes[process], process=process)
-  assert run.decide() == (
-    policy.Finish(ExitCode.DISK_FULL, 'the disk is full'),
-  )
-
-
-def test_a_process_that_lost_its_peers_is_never_the_cause_of_its_peers_end():
-  run = Run(processes=2)
-  run.start()
-  run.exit(
-    128 + 6, 'F client.h:80] the JAX distributed service detected fatal errors.'
-  )
-  run.exit(1, 'Boom: it broke', process=1)
-  end = cluster.describe_end(run.cluster.attempts[-1])
-  assert end == 'process 1 crashed: Boom: it broke'
 
 
 @pytest.mark.parametrize('exit_code', [None, ExitCode.PREEMPTED, 128 + 15, 1])
@@ -285,21 +169,21 @@ def test_an_earlier_launch_uses_up_no_budget_but_its_steps_count():
     run.start()
   run.exit(1)
   run.tell(Kind.RUN_ENDED, exit_code=14, text='')
-  run.tell(Kind.RUN_STARTED)
+  run.begin()
   run.start()
   run.reach(50)
   assert not run.cluster.attempts[-1].made_progress
   run.exit(1)
   run.wait()
-  assert run.decide() == (policy.StartWorkers(2),)
+  assert run.decide() == (policy.StartWorkers(2, (('host 0', run.processes),)),)
 
 
 def test_a_launch_after_a_lost_one_starts_afresh():
   run = Run()
   run.start()
   run.ask_to_stop()
-  run.tell(Kind.RUN_STARTED)  # The launcher was killed: no RUN_ENDED.
-  assert run.decide() == (policy.StartWorkers(1),)
+  run.begin()  # The launcher was killed: no RUN_ENDED.
+  assert run.decide() == (policy.StartWorkers(1, (('host 0', 1),)),)
 
 
 @pytest.mark.parametrize('seed', range(200))
@@ -310,6 +194,7 @@ def test_any_worker_is_handled_within_the_budgets(seed):
     max_restarts=rng.randrange(4),
     max_restarts_without_progress=rng.randrange(4),
     backoff_s=rng.choice([0.0, 0.5, 30.0]),
+    join_timeout_s=1.0,
   )
   run = Run(limits)
   codes = [0, 1, 2, 10, 11, 12, 13, 13, 13, 14, 77]
