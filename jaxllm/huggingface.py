@@ -125,22 +125,37 @@ def to_huggingface(
   for row, shape in _rows(config):
     if row.path not in leaves:
       raise ValueError(f'the parameters lack {row.path}; the config needs it')
-    leaf = np.asarray(leaves.pop(row.path)).astype(np.float32)
+    leaf = leaves.pop(row.path)
     if leaf.shape != shape:
       raise ValueError(
         f'{row.path} has shape {leaf.shape}, but the config makes it {shape}'
       )
-    parts = leaf if _is_stacked(row) else [leaf]
-    for name, part in zip(_names(row, config), parts, strict=True):
-      # safetensors writes memory as it lies, so a transposed view must be
-      # copied; a copy also leaves the caller's array alone.
-      tensors[name] = np.array(part.T if row.is_transposed else part, order='C')
+    tensors |= _tensors(row, leaf, config)
   if leaves:
     raise ValueError(
       f'the config knows no parameter {", ".join(sorted(leaves))}; remove it '
       'or correct the config'
     )
   return tensors
+
+
+def parameter_shapes(
+  config: decoder.DecoderConfig,
+) -> dict[str, tuple[int, ...]]:
+  """Shape of every parameter of a decoder, by path, in the table's order."""
+  return {row.path: shape for row, shape in _rows(config)}
+
+
+def one_to_huggingface(
+  path: str, parameter: Any, config: decoder.DecoderConfig
+) -> dict[str, np.ndarray]:
+  """Returns the tensors of one parameter; see `to_huggingface`.
+
+  Example: `layers/mlp/up_proj/kernel` `[N, D, F]` gives the tensors
+  `model.layers.0.mlp.up_proj.weight` `[F, D]` to N - 1.
+  """
+  (row,) = (row for row in _TABLE if row.path == path)
+  return _tensors(row, parameter, config)
 
 
 def config_from_huggingface(
@@ -254,6 +269,19 @@ def _rows(
   for row in _TABLE:
     if row.path in leaves:
       yield row, leaves[row.path].shape
+
+
+def _tensors(
+  row: _Row, leaf: Any, config: decoder.DecoderConfig
+) -> dict[str, np.ndarray]:
+  leaf = np.asarray(leaf).astype(np.float32)
+  parts = leaf if _is_stacked(row) else [leaf]
+  # safetensors writes memory as it lies, so a transposed view must be copied; a
+  # copy also leaves the caller's array alone.
+  return {
+    name: np.array(part.T if row.is_transposed else part, order='C')
+    for name, part in zip(_names(row, config), parts, strict=True)
+  }
 
 
 def _is_stacked(row: _Row) -> bool:
