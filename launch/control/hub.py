@@ -178,8 +178,7 @@ class Hub:
       }
     if host is not None and not 1 <= host < self._hosts:
       return {'error': f'the first launcher knows hosts 0 to {self._hosts - 1}'}
-    there = self._members.get(place)
-    if there is not None and there.name != name:
+    if await self._is_taken(place, name):
       text = f'two launchers say that they are {place}; the second is {where}'
       await self._tell(Kind.WARNING, text=text)
       return {'error': f'{text}: give each its own --host'}
@@ -191,6 +190,18 @@ class Hub:
       where=where,
     )
     return {'epoch': self._epoch, 'poll_s': self._timeout_s / 3}
+
+  async def _is_taken(self, place: str, name: str) -> bool:
+    """Whether another launcher lives at this place; waits until that is known.
+
+    A launcher that was killed and started again must wait for its own end.
+    """
+    asked_s = time.monotonic()
+    while (there := self._members.get(place)) and there.name != name:
+      if there.heard_s > asked_s:
+        return True
+      await asyncio.sleep(0.1)
+    return False
 
   async def _take_events(
     self, name: str, body: dict[str, Any]

@@ -134,7 +134,11 @@ class Member:
       'processes': self._agent.num_workers,
       'where': socket.gethostname(),
     }
-    answer = await self._post('join', body, self._settings.join_timeout_s, 10.0)
+    # It answers late where the one before us at this place must be lost first.
+    patience_s = self._settings.heartbeat_timeout_s + 10.0
+    answer = await self._post(
+      'join', body, self._settings.join_timeout_s, patience_s
+    )
     if 'error' in answer:
       raise _RefusedError(answer['error'])
     self._epoch = answer['epoch']

@@ -12,6 +12,7 @@ import pytest
 from launch.control import channel
 from launch.control import journal
 from launch.control import protocol
+from launch.control import workdir_lock
 from tests.control import conftest
 
 Kind = protocol.EventKind
@@ -234,6 +235,30 @@ def test_two_launchers_with_one_number_are_told_apart(hosts, tmp_path):
   assert 'two launchers say that they are host 1' in line
   assert 'give each its own --host' in line
   assert 'warning: two launchers say that they are host 1' in run.output(0)
+
+
+def test_a_launcher_that_was_killed_may_be_started_again_at_once(hosts):
+  run = hosts(
+    """
+if life == 1:
+  sender.send(Kind.MESSAGE, text='ready')
+  wait_for_stop(60)
+  sys.exit(13)
+""",
+    2,
+    '--config.launch.heartbeat_timeout_s=3',
+  )
+  run.start('--host=0')
+  run.start('--host=1')
+  run.wait_for(0, 'ready')
+  run.launchers[1].kill()
+  run.launchers[1].wait()
+  lock = str(run.workdir / 'hosts' / '1')
+  while workdir_lock.is_locked(lock):  # by its worker, which ends soon
+    time.sleep(0.02)
+  run.start('--host=1')
+  assert run.finish(2)[0] == 0
+  assert run.finish(0)[0] == 0
 
 
 @pytest.mark.parametrize(
