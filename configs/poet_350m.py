@@ -145,7 +145,8 @@ def get_config(arg=None):
     grace_s=300.0,
     join_timeout_s=300.0,  # for the hosts and processes of the run to meet
     heartbeat_timeout_s=30.0,  # after which a silent host is lost
-    collective_timeout_s=600.0,  # after which a hung process is noticed
+    collective_timeout_s=600.0,  # after which a call to a hung process fails
+    stuck_timeout_s=1800.0,  # without a word, at the most
   )
   config.log = dict(
     tensorboard=True,

@@ -12,6 +12,8 @@ from launch.control import diagnosis
 from launch.control import protocol
 
 _KILLED = 128 + signal.SIGKILL
+# Steps whose times say how long the next one may take.
+_MAX_GAPS = 100
 # Ends that would only come back.
 NOT_HEALABLE = {
   protocol.ExitCode.USER_ERROR,
@@ -30,12 +32,15 @@ class Limits:
     max_restarts_without_progress: restarts in a row that reach no new step.
     backoff_s: seconds between a worker's end and its restart.
     join_timeout_s: seconds to wait for hosts that are missing.
+    stuck_timeout_s: seconds without a word after which workers that live count
+      as stuck; sooner where steps are known to be short.
   """
 
   max_restarts: int
   max_restarts_without_progress: int
   backoff_s: float
   join_timeout_s: float
+  stuck_timeout_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +76,9 @@ class Attempt:
       had.
     errors: the last ERROR text of each worker that sent one.
     exits: of the workers that ended, in that order.
-    killing: whether the rest of the workers was killed.
+    killing: why the rest of the workers was killed; '' if it was not.
+    heard_s: when a worker last told that its work goes on.
+    step_gaps_s: seconds between the last steps that were told, newest last.
   """
 
   number: int
@@ -82,7 +89,9 @@ class Attempt:
   made_progress: bool = False
   errors: Mapping[int, str] = dataclasses.field(default_factory=dict)
   exits: tuple[Exit, ...] = ()
-  killing: bool = False
+  killing: str = ''
+  heard_s: float = 0.0
+  step_gaps_s: tuple[float, ...] = ()
 
   @property
   def processes(self) -> int:
@@ -149,6 +158,8 @@ def fold(cluster: Cluster, event: protocol.Event) -> Cluster:
 def describe_end(attempt: Attempt) -> str:
   """Says how an attempt ended: 'killed by SIGKILL at step 7: out of ...'."""
   cause = attempt.cause
+  if cause.killed:
+    return attempt.killing
   text = protocol.describe_exit(cause.exit_code)
   if attempt.processes > 1:
     text = f'process {cause.process} {text}'
@@ -216,14 +227,20 @@ def _on_host_lost(cluster: Cluster, event: protocol.Event) -> Cluster:
 
 
 def _on_progress(cluster: Cluster, event: protocol.Event) -> Cluster:
-  if event.step is None or not cluster.attempts:
+  if not cluster.attempts:
     return cluster
+  if event.step is None:
+    return _on_message(cluster, event)
   attempt = cluster.attempts[-1]
-  first_step = attempt.first_step
+  first_step, gaps_s = attempt.first_step, attempt.step_gaps_s
+  if attempt.last_step is not None:
+    gaps_s = (*gaps_s, event.time_s - attempt.heard_s)[-_MAX_GAPS:]
   cluster = _with_last(
     cluster,
     first_step=event.step if first_step is None else first_step,
     last_step=event.step,
+    heard_s=event.time_s,
+    step_gaps_s=gaps_s,
   )
   if cluster.best_step is not None and event.step <= cluster.best_step:
     return cluster
@@ -232,16 +249,30 @@ def _on_progress(cluster: Cluster, event: protocol.Event) -> Cluster:
   )
 
 
+def _on_phase(cluster: Cluster, event: protocol.Event) -> Cluster:
+  """A new kind of work, whose pieces may take longer or shorter."""
+  if not cluster.attempts:
+    return cluster
+  return _with_last(cluster, heard_s=event.time_s, step_gaps_s=())
+
+
+def _on_message(cluster: Cluster, event: protocol.Event) -> Cluster:
+  if not cluster.attempts:
+    return cluster
+  return _with_last(cluster, heard_s=event.time_s)
+
+
 def _on_restored(cluster: Cluster, event: protocol.Event) -> Cluster:
   if event.step is None or not cluster.attempts:
     return cluster
-  return _with_last(cluster, first_step=event.step)
+  return _with_last(cluster, first_step=event.step, heard_s=event.time_s)
 
 
 def _on_checkpoint(cluster: Cluster, event: protocol.Event) -> Cluster:
   best = cluster.best_checkpoint
   if event.step is None or not cluster.attempts:
     return cluster
+  cluster = _with_last(cluster, heard_s=event.time_s)
   if best is not None and event.step <= best:
     return cluster
   return dataclasses.replace(
@@ -268,7 +299,7 @@ def _on_worker_exited(cluster: Cluster, event: protocol.Event) -> Cluster:
   exit_code, error = diagnosis.explain(
     data['exit_code'], last.errors.get(data['process'], ''), data['log_tail']
   )
-  killed = last.killing and data['exit_code'] == _KILLED
+  killed = bool(last.killing) and data['exit_code'] == _KILLED
   ended = Exit(data['process'], exit_code, error, event.time_s, killed)
   return _with_last(cluster, exits=(*last.exits, ended))
 
@@ -281,7 +312,9 @@ def _on_decision(cluster: Cluster, event: protocol.Event) -> Cluster:
         for place, processes in event.data['hosts']
         for _ in range(processes)
       )
-      attempt = Attempt(event.data['attempt'], places, event.time_s)
+      attempt = Attempt(
+        event.data['attempt'], places, event.time_s, heard_s=event.time_s
+      )
       return dataclasses.replace(cluster, attempts=(*cluster.attempts, attempt))
     case 'promote':
       hosts = dict(cluster.hosts)
@@ -290,7 +323,7 @@ def _on_decision(cluster: Cluster, event: protocol.Event) -> Cluster:
     case 'stop':
       return dataclasses.replace(cluster, stop_requested=True)
     case 'kill_workers' if cluster.attempts:
-      return _with_last(cluster, killing=True)
+      return _with_last(cluster, killing=event.data['text'])
   return cluster
 
 
@@ -310,6 +343,8 @@ _CHANGES: dict[
   protocol.EventKind.RUN_STARTED: _on_run_started,
   protocol.EventKind.HOST_JOINED: _on_host_joined,
   protocol.EventKind.HOST_LOST: _on_host_lost,
+  protocol.EventKind.PHASE: _on_phase,
+  protocol.EventKind.MESSAGE: _on_message,
   protocol.EventKind.PROGRESS: _on_progress,
   protocol.EventKind.RESTORED: _on_restored,
   protocol.EventKind.CHECKPOINT_SAVED: _on_checkpoint,

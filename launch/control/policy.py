@@ -66,7 +66,7 @@ def decide(cluster: cluster_lib.Cluster, now: float) -> tuple[Action, ...]:
     now: seconds since 1970.
 
   Returns:
-    Nothing while all workers run or after the end; else one action.
+    Nothing after the end or while workers are ending; else one action.
   """
   if cluster.ended:
     return ()
@@ -76,6 +76,9 @@ def decide(cluster: cluster_lib.Cluster, now: float) -> tuple[Action, ...]:
     return (_start(cluster, 1, now),)
   last = cluster.attempts[-1]
   if last.ended_s is None:
+    cause = last.cause
+    if cause is None or cause.exit_code == protocol.ExitCode.DONE:
+      return _end_stuck(cluster, last, now)
     return _end_together(last, now)
   finish = _finish(cluster, last)
   if finish is not None:
@@ -130,9 +133,7 @@ def _end_together(
 ) -> tuple[Action, ...]:
   """What to do with workers that outlive another one."""
   cause = attempt.cause
-  if attempt.killing or cause is None:
-    return ()
-  if cause.exit_code == protocol.ExitCode.DONE:
+  if attempt.killing:
     return ()
   preempted = cause.exit_code == protocol.ExitCode.PREEMPTED
   grace_s = _PREEMPTED_GRACE_S if preempted else _CRASHED_GRACE_S
@@ -141,6 +142,38 @@ def _end_together(
     return (Wait(until_s),)
   return (
     KillWorkers(f'killing the others: {cluster_lib.describe_end(attempt)}'),
+  )
+
+
+# A step may take so many times the longest one before it, and in any case this
+# share of the timeout: a first evaluation or a slow disk is no hang.
+_PATIENCE = 20
+_LEAST_SHARE = 1 / 6
+
+
+def _end_stuck(
+  cluster: cluster_lib.Cluster, attempt: cluster_lib.Attempt, now: float
+) -> tuple[Action, ...]:
+  """What to do with workers that live and say nothing."""
+  if attempt.killing or cluster.stop_requested:
+    return ()  # when they are asked to stop, the controller has its grace
+  limit_s = cluster.limits.stuck_timeout_s
+  longest_s = max(attempt.step_gaps_s, default=None)
+  if longest_s is not None:
+    limit_s = min(limit_s, max(_LEAST_SHARE * limit_s, _PATIENCE * longest_s))
+  until_s = min(now, attempt.heard_s) + limit_s
+  if now < until_s:
+    return (Wait(until_s),)
+  step = attempt.last_step
+  where = '' if step is None else f' after step {step}'
+  known = (
+    '' if longest_s is None else f'; no step before took {longest_s:.1f} s'
+  )
+  return (
+    KillWorkers(
+      f'the workers are stuck{where}: no sign of work for {limit_s:.0f} s'
+      f'{known}'
+    ),
   )
 
 

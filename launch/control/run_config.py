@@ -54,8 +54,8 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
 
   Args:
     config: has `launch` with max_restarts, max_restarts_without_progress,
-      backoff_s, grace_s, join_timeout_s, heartbeat_timeout_s and
-      collective_timeout_s, and `train.deterministic`.
+      backoff_s, grace_s, join_timeout_s, heartbeat_timeout_s,
+      collective_timeout_s and stuck_timeout_s, and `train.deterministic`.
 
   Raises:
     ValueError: when a key is missing or has no sensible value.
@@ -66,7 +66,7 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
       'the config has no group `launch`; add config.launch = '
       'dict(max_restarts=100, max_restarts_without_progress=3, backoff_s=1.0, '
       'grace_s=60.0, join_timeout_s=300.0, heartbeat_timeout_s=30.0, '
-      'collective_timeout_s=600.0)'
+      'collective_timeout_s=600.0, stuck_timeout_s=1800.0)'
     )
   deterministic = config.get('train', {}).get('deterministic')
   if not isinstance(deterministic, bool):
@@ -82,6 +82,7 @@ def launch_settings(config: ml_collections.ConfigDict) -> LaunchSettings:
       ),
       backoff_s=_at_least(0, group, 'backoff_s', float),
       join_timeout_s=_at_least(1, group, 'join_timeout_s', float),
+      stuck_timeout_s=_at_least(1, group, 'stuck_timeout_s', float),
     ),
     grace_s=_at_least(0, group, 'grace_s', float),
     heartbeat_timeout_s=_at_least(1, group, 'heartbeat_timeout_s', float),

@@ -28,7 +28,7 @@ def describe(workdir: str) -> str:
   locked = workdir_lock.is_locked(workdir)
   events = journal.read(os.path.join(workdir, 'journal.sqlite'))
   # Limits bound decisions, and none is taken here.
-  limits = cluster_lib.Limits(0, 0, 0.0, 0.0)
+  limits = cluster_lib.Limits(0, 0, 0.0, 0.0, 0.0)
   cluster = cluster_lib.Cluster(limits=limits, workdir=workdir, num_hosts=1)
   for event in events:
     cluster = cluster_lib.fold(cluster, event)

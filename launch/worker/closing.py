@@ -19,6 +19,13 @@ def sample(job: loop.Job, trained: loop.Trained) -> None:
   options, tokenizer = job.settings.sample, job.data.tokenizer
   if not options.prompts:
     return
+  job.reporter.send(
+    EventKind.PHASE,
+    name='sampling',
+    total=len(options.prompts),
+    unit='texts',
+    start=0,
+  )
   encoded = tokenizer.encode_batch(list(options.prompts))
   lengths = np.array([len(tokens) for tokens in encoded], np.int32)
   prompts = np.full((len(encoded), lengths.max()), tokenizer.pad_id, np.int32)
@@ -48,6 +55,7 @@ def sample(job: loop.Job, trained: loop.Trained) -> None:
     )
   if not processes.is_first():
     return
+  job.reporter.send(EventKind.PROGRESS, done=len(options.prompts))
   texts = []
   for prompt, tokens, length in zip(
     options.prompts, generation.tokens, generation.lengths, strict=True

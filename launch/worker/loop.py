@@ -153,8 +153,12 @@ def _run_steps(
   if saved < step:
     record.sync()
     checkpoints.save(step, state, {'position': position})
+  job.reporter.send(
+    EventKind.PHASE, name='saving', total=1, unit='checkpoints', start=0
+  )
   checkpoints.wait()
   _report_saved(job)
+  job.reporter.send(EventKind.PROGRESS, done=1)
   return state, step
 
 

@@ -18,7 +18,8 @@ def get_config(arg=None):
     'launch': {
       'max_restarts': 100, 'max_restarts_without_progress': 2,
       'backoff_s': 0.05, 'grace_s': 30.0, 'join_timeout_s': 20.0,
-      'heartbeat_timeout_s': 20.0,      'collective_timeout_s': 20.0,
+      'heartbeat_timeout_s': 20.0,
+      'collective_timeout_s': 20.0, 'stuck_timeout_s': 60.0,
     },
   })
 """

@@ -54,6 +54,24 @@ sender.send(Kind.MESSAGE, text='summary: ' + os.environ['NPROC'])
   assert not workdir_lock.is_locked(str(run.workdir))
 
 
+def test_a_worker_that_lives_and_does_nothing_is_killed_and_restarted(launch):
+  run = launch(
+    """
+if life == 1:
+  train(0, 5)
+  os.kill(os.getpid(), signal.SIGSTOP)
+train(5, 10)
+""",
+    '--config.launch.stuck_timeout_s=1',
+  )
+  assert run.finish() == 0
+  assert run.exits() == [137, 0]
+  kill = run.events(Kind.DECISION)[1].data
+  assert kill['action'] == 'kill_workers'
+  assert 'the workers are stuck after step 5: no sign of work' in kill['text']
+  assert 'after the last one ended: the workers are stuck' in run.output
+
+
 def test_when_one_of_two_workers_dies_both_are_started_again(launch):
   run = launch(
     """

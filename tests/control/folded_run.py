@@ -11,6 +11,7 @@ LIMITS = cluster.Limits(
   max_restarts_without_progress=3,
   backoff_s=2.0,
   join_timeout_s=100.0,
+  stuck_timeout_s=1000.0,
 )
 
 
@@ -51,7 +52,9 @@ class Run:
       attempt=action.attempt,
       hosts=[list(each) for each in action.hosts],
     )
-    assert self.decide() == ()
+    (action,) = self.decide()
+    assert isinstance(action, policy.Wait)
+    assert action.until_s == self.now + LIMITS.stuck_timeout_s
 
   def say(self, text, exit_code, process=0):
     self.tell(

@@ -186,6 +186,72 @@ def test_a_launch_after_a_lost_one_starts_afresh():
   assert run.decide() == (policy.StartWorkers(1, (('host 0', 1),)),)
 
 
+def _kill(run):
+  (action,) = run.decide()
+  assert isinstance(action, policy.KillWorkers)
+  run.tell(Kind.DECISION, action='kill_workers', text=action.reason)
+  assert run.decide() == ()
+  run.exit(128 + 9)
+  run.wait()
+  assert isinstance(run.decide()[0], policy.StartWorkers)
+  return cluster.describe_end(run.cluster.attempts[-1])
+
+
+def test_workers_that_never_say_anything_are_stuck():
+  run = Run()
+  run.start()
+  run.wait()
+  assert run.now == 1000 + LIMITS.stuck_timeout_s
+  assert 'are stuck: no sign of work for 1000 s' in _kill(run)
+
+
+def test_every_sign_of_work_counts():
+  run = Run()
+  run.start()
+  signs = [
+    (Kind.PHASE, {'name': 'x', 'total': 1, 'unit': 'x', 'start': 0}),
+    (Kind.PROGRESS, {'done': 1}),
+    (Kind.MESSAGE, {'text': 'x'}),
+    (Kind.RESTORED, {'step': 3}),
+    (Kind.PROGRESS, {'done': 4, 'step': 4}),
+    (Kind.CHECKPOINT_SAVED, {'step': 4}),
+  ]
+  for kind, data in signs:
+    run.now += LIMITS.stuck_timeout_s - 1
+    run.tell(kind, **data)
+    assert run.decide() == (policy.Wait(run.now + LIMITS.stuck_timeout_s),)
+
+
+def test_short_steps_shorten_the_patience_and_long_ones_do_not():
+  run = Run()
+  run.start()
+  for step, gap_s in ((1, 5.0), (2, 0.1), (3, 10.0), (4, 0.1)):
+    run.now += gap_s
+    run.reach(step)
+  told = run.now
+  run.wait()
+  assert run.now == pytest.approx(told + 200)
+  end = _kill(run)
+  assert end.endswith(
+    'stuck after step 4: no sign of work for 200 s; no step before took 10.0 s'
+  )
+  run.start()
+  for step in range(5, 9):
+    run.reach(step)
+  told = run.now
+  run.wait()
+  assert run.now == pytest.approx(told + LIMITS.stuck_timeout_s / 6)
+
+
+def test_new_work_begins_with_full_patience():
+  run = Run()
+  run.start()
+  for step in range(4):
+    run.reach(step)
+  run.tell(Kind.PHASE, name='sampling', total=1, unit='x', start=0)
+  assert run.decide() == (policy.Wait(run.now + LIMITS.stuck_timeout_s),)
+
+
 @pytest.mark.parametrize('seed', range(200))
 def test_any_worker_is_handled_within_the_budgets(seed):
   """A worker that does anything at all: bounded, and never stuck."""
@@ -195,6 +261,7 @@ def test_any_worker_is_handled_within_the_budgets(seed):
     max_restarts_without_progress=rng.randrange(4),
     backoff_s=rng.choice([0.0, 0.5, 30.0]),
     join_timeout_s=1.0,
+    stuck_timeout_s=1000.0,
   )
   run = Run(limits)
   codes = [0, 1, 2, 10, 11, 12, 13, 13, 13, 14, 77]
@@ -204,7 +271,8 @@ def test_any_worker_is_handled_within_the_budgets(seed):
   stopped = False
   for _ in range(2000):
     actions = run.decide()
-    if not actions:
+    attempts = run.cluster.attempts
+    if attempts and attempts[-1].ended_s is None and not attempts[-1].killing:
       step = rng.randrange(best + 3)
       if rng.random() < 0.7 and best < 50:
         run.reach(step)
