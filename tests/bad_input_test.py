@@ -53,7 +53,8 @@ def work(monkeypatch):
     read_fd, write_fd = os.pipe()
     arguments = [
       *('', f'--workdir={workdir}', '--process=0', '--processes=1'),
-      *('--coordinator=', '--join_timeout_s=60', f'--events_fd={write_fd}'),
+      *('--coordinator=', '--bind=', '--join_timeout_s=60'),
+      f'--events_fd={write_fd}',
     ]
     monkeypatch.setattr(sys, 'argv', arguments)
     with open(read_fd, 'rb') as pipe:

@@ -19,12 +19,14 @@ class Assignment:
     first_process: number of this host's first worker.
     processes: of the whole run.
     coordinator: 'ADDRESS:PORT' where they meet; '' for a single one.
+    bind: 'ADDRESS:PORT' where the first one listens.
   """
 
   attempt: int
   first_process: int
   processes: int
   coordinator: str
+  bind: str
 
 
 class Agent:
@@ -114,6 +116,7 @@ class Agent:
       f'--process={process}',
       f'--processes={assignment.processes}',
       f'--coordinator={assignment.coordinator}',
+      f'--bind={assignment.bind}',
     )
     try:
       worker = worker_process.WorkerProcess(

@@ -21,7 +21,11 @@ class Fleet:
   """The workers of all hosts; call its methods from one thread."""
 
   def __init__(
-    self, agent: agent_lib.Agent, hub: hub_lib.Hub | None, address: str
+    self,
+    agent: agent_lib.Agent,
+    hub: hub_lib.Hub | None,
+    address: str,
+    bind_address: str,
   ):
     """Says who is there; starts nothing.
 
@@ -29,10 +33,12 @@ class Fleet:
       agent: of this host.
       hub: of the other launchers; None where there are none.
       address: of this host, where workers of other hosts find the first one.
+      bind_address: of this host, where it listens.
     """
     self._agent = agent
     self._hub = hub
     self._address = address
+    self._bind_address = bind_address
     self._others: list[str] = []
 
   @property
@@ -53,14 +59,18 @@ class Fleet:
       What happened on this host at once; see `Agent.start`.
     """
     processes = sum(number for _, number in hosts)
-    coordinator = ''
+    coordinator = bind = ''
     if processes > 1:
-      coordinator = f'{self._address}:{_free_port()}'
+      port = _free_port()
+      coordinator = f'{self._address}:{port}'
+      bind = f'{self._bind_address}:{port}'
     self._others = [place for place, _ in hosts if place != HERE]
     first = 0
     events = ()
     for place, number in hosts:
-      assignment = agent_lib.Assignment(attempt, first, processes, coordinator)
+      assignment = agent_lib.Assignment(
+        attempt, first, processes, coordinator, bind
+      )
       if place == HERE:
         events = self._agent.start(assignment)
       else:

@@ -30,6 +30,7 @@ class _Member:
   name: str
   place: str
   heard_s: float
+  is_substitute: bool = False
   orders: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -141,6 +142,7 @@ class Hub:
     member = self._members.pop(standby, None)
     if member is not None:
       member.place = place
+      member.is_substitute = True
       self._members[place] = member
       await self._order(place, {'do': 'place', 'place': place})
 
@@ -155,11 +157,12 @@ class Hub:
         if head.sequence <= self._sequences.get(stream, -1):
           raise channel.RefusedError('the message was sent before')
         self._sequences[stream] = head.sequence
-        if head.epoch not in (0, self._epoch):
-          raise channel.RefusedError('the message is of another launch')
       except channel.RefusedError as error:
         return web.Response(status=403, text=str(error))
-      reply = await answer(head.sender, body)
+      if head.epoch in (0, self._epoch):
+        reply = await answer(head.sender, body)
+      else:  # of a launch before this one, whose members must join again
+        reply = {'unknown': True}
       sender = f'controller to {stream}'
       content, headers = channel.seal(
         self._secret, channel.Head(self._epoch, sender, head.sequence), reply
@@ -179,6 +182,8 @@ class Hub:
     if host is not None and not 1 <= host < self._hosts:
       return {'error': f'the first launcher knows hosts 0 to {self._hosts - 1}'}
     if await self._is_taken(place, name):
+      if self._members[place].is_substitute:
+        return {'replaced': True}
       text = f'two launchers say that they are {place}; the second is {where}'
       await self._tell(Kind.WARNING, text=text)
       return {'error': f'{text}: give each its own --host'}

@@ -74,6 +74,7 @@ class Member:
     self._loop = asyncio.new_event_loop()
     self._outbox: asyncio.Queue[protocol.Event] = asyncio.Queue()
     self._agent = make_agent(self._deliver)
+    self._host = settings.host
     self._name = secrets.token_hex(8)
     self._epoch = 0
     self._sequence = itertools.count()
@@ -105,6 +106,8 @@ class Member:
           return await self._obey(joined['poll_s'])
         finally:
           sending.cancel()
+          if self._stopping is not None:
+            self._stopping.cancel()
     except _RefusedError as error:
       return policy.Finish(protocol.ExitCode.USER_ERROR, str(error))
     except TimeoutError as error:
@@ -128,8 +131,9 @@ class Member:
     self._working.cancel()
 
   async def _join(self) -> dict[str, Any]:
+    self._epoch = 0
     body = {
-      'host': self._settings.host,
+      'host': self._host,
       'digest': self._settings.digest,
       'processes': self._agent.num_workers,
       'where': socket.gethostname(),
@@ -141,10 +145,14 @@ class Member:
     )
     if 'error' in answer:
       raise _RefusedError(answer['error'])
+    if 'replaced' in answer:
+      self._tell(f'a standby has the place of host {self._host} by now')
+      self._host = None
+      return await self._join()
     self._epoch = answer['epoch']
     who = 'a standby'
-    if self._settings.host is not None:
-      who = f'host {self._settings.host}'
+    if self._host is not None:
+      who = f'host {self._host}'
     self._tell(f'joined the run at {self._settings.coordinator} as {who}')
     return answer
 
@@ -194,6 +202,7 @@ class Member:
       first_process=order['first_process'],
       processes=order['processes'],
       coordinator=order['coordinator'],
+      bind=order['bind'],
     )
     self._tell(
       f'starting {self._agent.num_workers} of {assignment.processes} workers'

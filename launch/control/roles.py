@@ -91,7 +91,8 @@ def _prepare_first(
   fleet = fleet_lib.Fleet(
     _agent(job, num_cores, lock, mailbox.put),
     _open_hub(job, epoch, mailbox.put),
-    _address(placement),
+    _address(placement.coordinator),
+    _address(placement.bind),
   )
   console = console_lib.Console(workdir, sys.stdout, sys.stderr)
   stack.callback(console.close)
@@ -211,11 +212,11 @@ def _num_cores(job: Job) -> int:
   return number
 
 
-def _address(placement: placement_lib.Placement) -> str:
-  """Where workers of other hosts find this one."""
-  if not placement.coordinator:
+def _address(endpoint: str) -> str:
+  """The address of 'ADDRESS:PORT'; loopback where no other host may come."""
+  if not endpoint:
     return '127.0.0.1'
-  address, _ = placement_lib.split(placement.coordinator)
+  address, _ = placement_lib.split(endpoint)
   return f'[{address}]' if ':' in address else address
 
 

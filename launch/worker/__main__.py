@@ -65,6 +65,9 @@ def _parse() -> argparse.Namespace:
     '--coordinator', required=True, help="the first one's ADDRESS:PORT"
   )
   parser.add_argument(
+    '--bind', required=True, help='ADDRESS:PORT where the first one listens'
+  )
+  parser.add_argument(
     '--join_timeout_s', type=float, required=True, help='wait for the others'
   )
   return parser.parse_args()
@@ -84,7 +87,11 @@ def _run(
       settings = run_settings.from_plain(json.load(file))
     _keep_compiled_programs(settings.log.compilation_cache_dir)
     processes.join(
-      arguments.process, arguments.processes, arguments.coordinator, timeout_s
+      arguments.process,
+      arguments.processes,
+      arguments.coordinator,
+      arguments.bind,
+      timeout_s,
     )
     program.check(settings)
     data = _prepare_data(workdir, settings, reporter, stop)

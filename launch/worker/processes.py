@@ -20,7 +20,7 @@ _POLL_S = 0.2
 
 
 def join(
-  process: int, processes: int, coordinator: str, timeout_s: float
+  process: int, processes: int, coordinator: str, bind: str, timeout_s: float
 ) -> None:
   """Meets the other processes; call it before anything asks for a device.
 
@@ -32,6 +32,7 @@ def join(
     process: number of this one, from 0; the first serves the coordinator.
     processes: how many there are.
     coordinator: 'ADDRESS:PORT' of the first one.
+    bind: 'ADDRESS:PORT' where the first one listens.
     timeout_s: how long to wait for the others.
   """
   if processes == 1:
@@ -42,6 +43,7 @@ def join(
     coordinator_address=coordinator,
     num_processes=processes,
     process_id=process,
+    coordinator_bind_address=bind,
     cluster_detection_method='deactivate',
     initialization_timeout=int(timeout_s),
     shutdown_timeout_seconds=int(timeout_s),

@@ -77,7 +77,7 @@ def watch(tmp_path):
 
 
 def _assignment(attempt, processes=1):
-  return agent_lib.Assignment(attempt, 0, processes, '127.0.0.1:1')
+  return agent_lib.Assignment(attempt, 0, processes, '127.0.0.1:1', '')
 
 
 def _is_gone(pid):
@@ -305,7 +305,7 @@ os._exit(number)
 """,
     processes=2,
   )
-  assignment = agent_lib.Assignment(3, 5, 8, '10.0.0.1:9')
+  assignment = agent_lib.Assignment(3, 5, 8, '10.0.0.1:9', '')
   started = watched.agent.start(assignment)
   assert [event.data['process'] for event in started] == [5, 6]
   assert {event.data['processes'] for event in started} == {8}

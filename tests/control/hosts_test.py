@@ -237,6 +237,58 @@ def test_two_launchers_with_one_number_are_told_apart(hosts, tmp_path):
   assert 'warning: two launchers say that they are host 1' in run.output(0)
 
 
+def test_a_host_that_comes_back_too_late_is_a_standby(hosts):
+  run = hosts(
+    """
+if life == 1:
+  sender.send(Kind.MESSAGE, text='ready')
+  wait_for_stop(60)
+  sys.exit(13)
+if life == 2:
+  wait_for_stop(60)
+  sys.exit(13)
+""",
+    2,
+    '--config.launch.heartbeat_timeout_s=2',
+  )
+  run.start('--host=0')
+  run.start('--standby')
+  run.wait_for(1, 'joined the run')
+  run.start('--host=1')
+  run.wait_for(0, 'ready')
+  run.launchers[2].kill()
+  run.wait_for(1, 'taking the place of host 1')
+  run.start('--host=1')
+  run.wait_for(3, 'a standby has the place of host 1 by now')
+  run.wait_for(3, 'as a standby')
+  run.launchers[0].send_signal(signal.SIGTERM)
+  for index in (0, 1, 3):
+    assert run.finish(index)[0] == ExitCode.PREEMPTED
+
+
+def test_members_of_a_launcher_that_died_join_its_successor(hosts):
+  run = hosts(
+    """
+if life == 1:
+  sender.send(Kind.MESSAGE, text='ready')
+  wait_for_stop(60)
+  sys.exit(13)
+""",
+    2,
+  )
+  run.start('--host=0')
+  run.start('--host=1')
+  run.wait_for(0, 'ready')
+  run.launchers[0].kill()
+  run.launchers[0].wait()
+  while workdir_lock.is_locked(str(run.workdir)):  # by its worker
+    time.sleep(0.02)
+  run.start('--host=0')
+  for index in (1, 2):
+    assert run.finish(index)[0] == 0
+  assert run.output(1).count('joined the run') == 2
+
+
 def test_a_launcher_that_was_killed_may_be_started_again_at_once(hosts):
   run = hosts(
     """

@@ -31,7 +31,7 @@ def test_a_flag_is_on_every_device(flag):
 
 
 def test_one_process_waits_for_nobody():
-  processes.join(0, 1, '', 0.0)
+  processes.join(0, 1, '', '', 0.0)
   processes.wait_for_all('here', 0.0)
   with processes.first_one_first('here', stop=False):
     assert processes.is_first()
