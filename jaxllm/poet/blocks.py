@@ -186,16 +186,19 @@ def stacked_by_shape(
 ) -> list[Array]:
   """Applies `function` to arrays of one shape stacked along a new first axis.
 
-  A tenth of the products to compile than one call each, and the axes of the
-  arrays keep their sharding.
+  A tenth of the products to compile than one call each. On a mesh of several
+  devices (`jax.set_mesh`) every array goes alone: stacked, one that is shared
+  out along its blocks and one that is not would both end up on every device.
 
   Args:
     function: `[g, *shape]` -> `[g, *any]`, independent along the first axis.
     arrays: of any shapes and dtypes.
   """
+  apart = jax.sharding.get_abstract_mesh().size > 1
   groups = {}
   for i, array in enumerate(arrays):
-    groups.setdefault((array.shape, array.dtype), []).append(i)
+    group = i if apart else (array.shape, array.dtype)
+    groups.setdefault(group, []).append(i)
   found = {}
   for group in groups.values():
     result = function(jnp.stack([arrays[i] for i in group]))

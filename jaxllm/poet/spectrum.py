@@ -59,11 +59,11 @@ def largest_angle(v: Array) -> Array:
 
   def advance(x_B, _):
     x_B = x_B / jnp.maximum(jnp.linalg.norm(x_B, axis=-1, keepdims=True), tiny)
-    x_B = jnp.einsum('...ij,...j->...i', q_BB, x_B)
-    return x_B, jnp.max(jnp.linalg.norm(x_B, axis=-1))
+    return jnp.einsum('...ij,...j->...i', q_BB, x_B), ()
 
-  _, theta = jax.lax.scan(advance, x_B, length=_POWER_ITERATIONS)
-  return theta[-1]
+  x_B, _ = jax.lax.scan(advance, x_B, length=_POWER_ITERATIONS)
+  # Not in the loop: blocks may be shared out, and devices would wait each time.
+  return jnp.max(jnp.linalg.norm(x_B, axis=-1))
 
 
 def neumann_singular_values(theta: Array, terms: int) -> Array:

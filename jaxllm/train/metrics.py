@@ -2,20 +2,7 @@
 
 import math
 
-# Dense bfloat16 peak of one device, FLOP/s, without sparsity; the vendors' data
-# sheets. A device that is not here gets no MFU.
-PEAK_FLOPS = {
-  'NVIDIA A100-SXM4-40GB': 312e12,
-  'NVIDIA A100-SXM4-80GB': 312e12,
-  'NVIDIA A100 80GB PCIe': 312e12,
-  'NVIDIA H100 80GB HBM3': 989e12,
-  'NVIDIA H100 PCIe': 756e12,
-  'NVIDIA H200': 989e12,
-  'TPU v4': 275e12,
-  'TPU v5 lite': 197e12,
-  'TPU v5p': 459e12,
-  'TPU v6 lite': 918e12,
-}
+from jaxllm.train import devices as devices_lib
 
 # Cayley-Neumann at k = 3 shrinks a plane by theta^4: 6% at 0.5, all of it at 1.
 ANGLE_WARNING = 0.5
@@ -42,7 +29,7 @@ def model_flops_utilization(
     device_kind: `jax.Device.device_kind`.
     devices: how many of them.
   """
-  peak = PEAK_FLOPS.get(device_kind)
+  peak = devices_lib.PEAK_FLOPS.get(device_kind)
   if peak is None:
     return None
   return tokens_per_s * flops_per_token / (peak * devices)

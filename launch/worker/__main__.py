@@ -85,7 +85,6 @@ def _run(
   with outcome.before_the_first_step():
     with open(os.path.join(workdir, 'config.json'), encoding='utf-8') as file:
       settings = run_settings.from_plain(json.load(file))
-    _keep_compiled_programs(settings.log.compilation_cache_dir)
     processes.join(
       arguments.process,
       arguments.processes,
@@ -93,6 +92,7 @@ def _run(
       arguments.bind,
       timeout_s,
     )
+    _keep_compiled_programs(settings.log.compilation_cache_dir)
     program.check(settings)
     data = _prepare_data(workdir, settings, reporter, stop)
     processes.wait_for_all('data', timeout_s)
@@ -161,7 +161,10 @@ def _bind_data(workdir: str, data: read_data.Data) -> None:
 
 def _keep_compiled_programs(directory: str) -> None:
   """A restart then loads its programs instead of compiling them again."""
-  if not directory:
+  # On CPU a program that comes from the cache runs its collectives in an order
+  # of its own, which differs from that of a process that has compiled it.
+  on_cpu = jax.default_backend() == 'cpu'
+  if not directory or (on_cpu and jax.process_count() > 1):
     return
   jax.config.update('jax_compilation_cache_dir', os.path.expanduser(directory))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)

@@ -5,6 +5,9 @@ complete, so a kill at any moment leaves whole checkpoints only. What orbax does
 not notice is a byte that changed afterwards: it restores a wrong value without
 an error. Therefore each checkpoint carries digests of its arrays and of its
 metadata, and restoring falls back from a damaged one to the one before it.
+
+With several processes all of them call these functions at the same places. Each
+writes and reads its own shards; the first one does everything else.
 """
 
 from collections.abc import Callable
@@ -17,9 +20,11 @@ import shutil
 import time
 from typing import Any
 
-import orbax.checkpoint as ocp
+import jax
 
+from launch.worker import agreement
 from launch.worker import checkpoint_reader
+from launch.worker import checkpoint_writer
 from launch.worker import digests
 
 # `dropped(step, reason)`: a damaged checkpoint is passed over, in one line.
@@ -55,9 +60,9 @@ class CheckpointConfig:
 
 
 class Checkpoints:
-  """The checkpoints of one run, in a directory that no other process writes.
+  """The checkpoints of one run, in a directory that nobody else writes.
 
-  Not thread-safe. One process that sees every shard of every array.
+  Not thread-safe. All processes of the run make one and call its methods.
   """
 
   def __init__(
@@ -68,7 +73,8 @@ class Checkpoints:
     Args:
       directory: usually `<workdir>/checkpoints`.
       config: which checkpoints to keep.
-      dropped: called for each damaged checkpoint that `restore` renames.
+      dropped: called for each damaged checkpoint that `restore` renames, in the
+        first process.
 
     Raises:
       ValueError: the directory cannot be made or written.
@@ -77,12 +83,26 @@ class Checkpoints:
     self._directory = os.path.abspath(directory)
     self._config = config
     self._dropped = dropped
-    self._writing: int | None = None
+    self._writing: int | None = None  # the processes have yet to agree on it
+    self._is_committed = False  # whether it is, as far as this process knows
     self._new: list[int] = []
-    with checkpoint_reader.one_line(self._directory):
+
+    def prepare() -> None:
       os.makedirs(self._directory, exist_ok=True)
       _remove_leftovers(self._directory)
-    self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+    with checkpoint_reader.one_line(self._directory):
+      agreement.of_first(prepare)
+    self._writer = checkpoint_writer.Writer()
+
+  @property
+  def failed(self) -> bool:
+    """Whether this process knows that a write has failed.
+
+    It differs between processes until the next `wait` or `save`, which raises
+    on all of them; one process alone raises in `saved` instead.
+    """
+    return self._writer.failed
 
   def steps(self) -> list[int]:
     """Steps whose checkpoints are complete, oldest first."""
@@ -104,44 +124,72 @@ class Checkpoints:
       ValueError: there is a checkpoint of this step.
     """
     self.wait()
-    path = os.path.join(self._directory, str(step))
-    if os.path.exists(path):
-      raise ValueError(f'{path} exists: save each step once')
-    _remove_leftovers(self._directory)
+    path = self._path(step)
+
+    def make_room() -> None:
+      if os.path.exists(path):
+        raise ValueError(f'{path} exists: save each step once')
+      _remove_leftovers(self._directory)
+      # Orbax would let the other processes wait long for a failure to do this.
+      os.mkdir(f'{path}.deleting')
+      os.rmdir(f'{path}.deleting')
+
+    self._is_committed = False
+    agreement.of_first(lambda: self._explained(step, make_room))
     named = checkpoint_reader.named(state)
+    sealed = digests.seal(metadata, named)
     self._writing = step
     with self._undone_on_failure():
-      self._writer.save(
-        path,
-        args=ocp.args.Composite(
-          state=ocp.args.PyTreeSave(checkpoint_reader.nested(named)),
-          metadata=ocp.args.JsonSave(digests.seal(metadata, named)),
-        ),
+      agreement.everyone(
+        lambda: self._explained(
+          step, lambda: self._writer.begin(path, named, sealed)
+        )
       )
 
   def saved(self) -> list[int]:
     """Steps committed since the last call; one look at the disk, no wait.
 
+    Of several processes the first one knows; the others learn it in `wait`.
+
     Raises:
       OSError: writing failed; with errno ENOSPC where the disk is full. The
-        step does not count and leaves nothing behind.
+        step does not count and leaves nothing behind. Several processes raise
+        it in `wait` or the next `save`, all of them.
     """
-    self._collect(wait=False)
+    if self._writing is not None and not self._is_committed:
+      self._writer.look()
+      is_there = agreement.is_first() and os.path.isdir(
+        self._path(self._writing)
+      )
+      if jax.process_count() == 1 and (is_there or self.failed):
+        self.wait()
+      elif is_there:
+        self._note()
     new, self._new = self._new, []
     return new
 
   def wait(self) -> None:
     """Returns when everything is committed; raises as `saved`."""
-    self._collect(wait=True)
+    if self._writing is not None:
+      with self._undone_on_failure():
+        agreement.everyone(lambda: self._explained(self._writing, self._finish))
+      self._writing = None
 
   def close(self) -> None:
-    """Waits, then ends the writer; raises as `saved`."""
+    """Waits, then ends the writer; raises as `saved`.
+
+    Does not agree with the other processes, since one that has crashed closes
+    alone: `wait` before, where all are well.
+    """
     try:
-      self.wait()
+      if self._writing is not None:
+        with self._undone_on_failure():
+          self._explained(self._writing, self._finish)
+        self._writing = None
     finally:
       self._writer.close()
       # Writes that outlived the failure of another may have made files since.
-      if os.path.isdir(self._directory):
+      if agreement.is_first() and os.path.isdir(self._directory):
         _remove_leftovers(self._directory)
 
   def restore(self, target: Any) -> checkpoint_reader.Restored | None:
@@ -152,7 +200,8 @@ class Checkpoints:
 
     Args:
       target: pytree of arrays or `jax.ShapeDtypeStruct`; a leaf without a
-        sharding goes to the first device.
+        sharding goes to the first device of each process. The mesh may be
+        another than that of the process that saved.
 
     Raises:
       ValueError: all are damaged, they belong to another model, or they may not
@@ -162,45 +211,35 @@ class Checkpoints:
       found, damaged = checkpoint_reader.newest_good(
         self._directory, checkpoint_reader.named(target), ''
       )
-    for step, reason in damaged:
-      path = os.path.join(self._directory, str(step))
-      aside = f'{path}.corrupt'
-      if os.path.exists(aside):
-        _remove_tree(aside)
-      os.rename(path, aside)
-      self._dropped(step, reason)
+    agreement.of_first(lambda: self._put_aside(damaged))
     return found and found._replace(
       state=checkpoint_reader.like(target, found.state)
     )
 
-  def _collect(self, wait: bool) -> None:
-    """Takes note of the write in progress, if it has ended or `wait`."""
-    if self._writing is None:
-      return
-    path = os.path.join(self._directory, str(self._writing))
-    with self._undone_on_failure():
-      self._writer.check_for_errors()
-      if not wait and not os.path.isdir(path):
-        return
-      self._writer.wait_until_finished()
-    assert os.path.isdir(path), f'{path} is not there after its commit'
-    self._new.append(self._writing)
-    self._writing = None
-    self._remove_old()
+  def _path(self, step: int) -> str:
+    return os.path.join(self._directory, str(step))
 
-  @contextlib.contextmanager
-  def _undone_on_failure(self) -> Iterator[None]:
-    """Removes what a failed write left; raises OSError if the disk failed."""
+  def _note(self) -> None:
+    if not self._is_committed:
+      self._is_committed = True
+      self._new.append(self._writing)
+
+  def _finish(self) -> None:
+    """Waits for the commit; then the first process removes old checkpoints."""
+    self._writer.finish()
+    self._note()
+    if agreement.is_first():
+      path = self._path(self._writing)
+      assert os.path.isdir(path), f'{path} is not there after its commit'
+      self._remove_old()
+
+  def _explained(self, step: int, act: Callable[[], None]) -> None:
+    """Calls `act`, and raises OSError if the disk failed to write the step."""
     try:
-      yield
+      act()
     except Exception as error:
-      step, self._writing = self._writing, None
-      path = os.path.join(self._directory, str(step))
-      if os.path.exists(path):
-        _remove(path)
-      _remove_leftovers(self._directory)
-      number = checkpoint_reader.error_number(error)
-      if number is None:
+      number = agreement.error_number(error)
+      if number is None or self._is_committed:
         raise
       raise OSError(
         number,
@@ -208,12 +247,36 @@ class Checkpoints:
         self._directory,
       ) from error
 
+  @contextlib.contextmanager
+  def _undone_on_failure(self) -> Iterator[None]:
+    """Removes what a failed write left, whichever process it failed in."""
+    try:
+      yield
+    except Exception:
+      step, self._writing = self._writing, None
+      # Where it began well it goes on, until it meets the process that failed.
+      with contextlib.suppress(Exception):
+        self._writer.finish()
+      if agreement.is_first():
+        if os.path.exists(self._path(step)) and not self._is_committed:
+          _remove(self._path(step))
+        _remove_leftovers(self._directory)
+      raise
+
+  def _put_aside(self, damaged: list[tuple[int, str]]) -> None:
+    for step, reason in damaged:
+      aside = f'{self._path(step)}.corrupt'
+      if os.path.exists(aside):
+        _remove_tree(aside)
+      os.rename(self._path(step), aside)
+      self._dropped(step, reason)
+
   def _remove_old(self) -> None:
     """Called after a commit only, so that something newer exists."""
     every = self._config.keep_every
     for step in self.steps()[: -self._config.keep_last]:
       if not every or step % every:
-        _remove(os.path.join(self._directory, str(step)))
+        _remove(self._path(step))
 
 
 def restore_params(directory: str, target: Any, dropped: Dropped) -> Any:
@@ -223,7 +286,8 @@ def restore_params(directory: str, target: Any, dropped: Dropped) -> Any:
     directory: that run's workdir, or its directory of checkpoints.
     target: params as pytree of arrays or `jax.ShapeDtypeStruct`; a leaf without
       a sharding goes to the first device.
-    dropped: called for each damaged checkpoint that is passed over.
+    dropped: called for each damaged checkpoint that is passed over, in the
+      first process.
 
   Returns:
     The params, bitwise as saved.
@@ -231,15 +295,7 @@ def restore_params(directory: str, target: Any, dropped: Dropped) -> Any:
   Raises:
     ValueError: no such directory, no good checkpoint in it, or another model's.
   """
-  directory = os.path.abspath(os.path.expanduser(directory))
-  inner = os.path.join(directory, 'checkpoints')
-  if os.path.isdir(inner):
-    directory = inner
-  if not os.path.isdir(directory):
-    raise ValueError(
-      f'{directory} is no directory: name the workdir of a run that has'
-      ' checkpoints'
-    )
+  directory = agreement.of_first(lambda: _directory_of_run(directory))
   with checkpoint_reader.one_line(directory):
     found, damaged = checkpoint_reader.newest_good(
       directory, checkpoint_reader.named({'params': target}), 'params/'
@@ -248,9 +304,24 @@ def restore_params(directory: str, target: Any, dropped: Dropped) -> Any:
     raise ValueError(
       f'{directory} holds no checkpoint: name the workdir of a run that has one'
     )
-  for step, reason in damaged:
-    dropped(step, reason)
+  if agreement.is_first():
+    for step, reason in damaged:
+      dropped(step, reason)
   return checkpoint_reader.like({'params': target}, found.state)['params']
+
+
+def _directory_of_run(directory: str) -> str:
+  """The directory of checkpoints in a workdir, or itself."""
+  directory = os.path.abspath(os.path.expanduser(directory))
+  inner = os.path.join(directory, 'checkpoints')
+  if os.path.isdir(inner):
+    return inner
+  if not os.path.isdir(directory):
+    raise ValueError(
+      f'{directory} is no directory: name the workdir of a run that has'
+      ' checkpoints'
+    )
+  return directory
 
 
 def _remove(path: str) -> None:

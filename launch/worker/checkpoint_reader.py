@@ -2,6 +2,9 @@
 
 A checkpoint is a directory named by its step. It holds two orbax items:
 `state`, the arrays in nested dicts, and `metadata`, JSON sealed by `digests`.
+
+With several processes all of them read together: the first one chooses what to
+try, each reads its own shards, and what one cannot read counts for all.
 """
 
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from typing import NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
+from launch.worker import agreement
 from launch.worker import digests
 
 # Not the checkpoint's fault: another attempt at the same files may succeed.
@@ -48,20 +52,20 @@ def newest_good(
 
   Returns:
     The checkpoint with its state as arrays by path.
+
+  Raises:
+    ValueError: all are damaged, another model's, or not there for a process.
+    OSError: they may not be read.
   """
   damaged = []
-  for step in reversed(steps(directory)):
+  for step in _candidates(directory):
     path = os.path.join(directory, str(step))
     try:
-      content, arrays = _read_metadata(path)
-      state = None
-      if not (difference := _difference(arrays, target, prefix)):
-        state = _read_arrays(path, target)
-        digests.verify(state, arrays)
+      content, difference, state = _read(path, target, prefix)
     except (MemoryError, jax.errors.JaxRuntimeError):
       raise  # too little memory for a checkpoint that may be good
     except Exception as error:  # orbax raises all kinds on damaged files
-      if error_number(error) in _REFUSED:
+      if agreement.error_number(error) in _REFUSED:
         raise
       damaged.append((step, _reason(error)))
       continue
@@ -80,6 +84,37 @@ def newest_good(
   return None, []
 
 
+def _candidates(directory: str) -> list[int]:
+  """Steps to try, the newest first, which all processes see."""
+  found = agreement.of_first(lambda: steps(directory)[::-1])
+
+  def look() -> None:
+    seen = []
+    with contextlib.suppress(FileNotFoundError):
+      seen = steps(directory)
+    if missing := set(found) - set(seen):
+      raise ValueError(
+        f'process {jax.process_index()} does not see'
+        f' {os.path.join(directory, str(max(missing)))}: put it on a file'
+        ' system that all hosts share'
+      )
+
+  agreement.everyone(look)
+  return found
+
+
+def _read(
+  path: str, target: dict[str, Any], prefix: str
+) -> tuple[dict[str, Any], str, dict[str, jax.Array]]:
+  """Metadata, how the target differs, and verified arrays where it does not."""
+  content, arrays = agreement.of_first(lambda: _read_metadata(path))
+  if difference := _difference(arrays, target, prefix):
+    return content, difference, {}
+  state = agreement.everyone(lambda: _read_arrays(path, target))
+  digests.verify(state, arrays)
+  return content, '', state
+
+
 def _read_metadata(path: str) -> tuple[dict[str, Any], digests.Arrays]:
   file = os.path.join(path, 'metadata', 'metadata')
   with open(file, encoding='utf-8') as stream:
@@ -88,7 +123,7 @@ def _read_metadata(path: str) -> tuple[dict[str, Any], digests.Arrays]:
 
 def _read_arrays(path: str, target: dict[str, Any]) -> dict[str, jax.Array]:
   """Restores the arrays of the target's paths, placed as it says."""
-  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   wanted = {
     name: jax.ShapeDtypeStruct(
       leaf.shape,
@@ -98,7 +133,13 @@ def _read_arrays(path: str, target: dict[str, Any]) -> dict[str, jax.Array]:
     for name, leaf in target.items()
   }
   wanted = nested(wanted)
-  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+  # Each process reads alone: orbax's barriers would wait for one that fails.
+  alone = ocp.options.MultiprocessingOptions(
+    active_processes={jax.process_index()}
+  )
+  with ocp.Checkpointer(
+    ocp.CompositeCheckpointHandler(), multiprocessing_options=alone
+  ) as reader:
     restored = reader.restore(
       path,
       args=ocp.args.Composite(
@@ -182,25 +223,13 @@ def one_line(directory: str) -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    number = error_number(error)
+    number = agreement.error_number(error)
     if number not in refused:
       raise
     raise ValueError(
       f'checkpoints in {directory}: {os.strerror(number)}. Make it a directory'
       ' that you may read and write, or choose another'
     ) from error
-
-
-def error_number(error: BaseException | None) -> int | None:
-  """The errno behind an error of the file system, however it is wrapped."""
-  while error is not None:
-    if isinstance(error, OSError) and error.errno is not None:
-      return error.errno
-    # The array store's form: "... Permission denied [os_error_code='13' ...".
-    if match := re.search(r"os_error_code='(\d+)'", str(error)):
-      return int(match[1])
-    error = error.__cause__ or error.__context__
-  return None
 
 
 def _reason(error: Exception) -> str:
