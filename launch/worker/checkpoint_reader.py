@@ -137,8 +137,13 @@ def _read_arrays(path: str, target: dict[str, Any]) -> dict[str, jax.Array]:
   alone = ocp.options.MultiprocessingOptions(
     active_processes={jax.process_index()}
   )
+  # What was saved whole is read whole for any part of it: only a few at a time.
+  largest = max(leaf.size * leaf.dtype.itemsize for leaf in target.values())
+  handler = ocp.PyTreeCheckpointHandler(
+    restore_concurrent_gb=1 + 2 * largest // 10**9
+  )
   with ocp.Checkpointer(
-    ocp.CompositeCheckpointHandler(), multiprocessing_options=alone
+    ocp.CompositeCheckpointHandler(state=handler), multiprocessing_options=alone
   ) as reader:
     restored = reader.restore(
       path,

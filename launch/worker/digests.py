@@ -243,9 +243,9 @@ def _of_large(
 
 
 def _of_small(places: list[np.ndarray], bits: list[Array], low: Array) -> Array:
-  """Both lanes of many parts, `[parts, 2]`, compiled as a single loop.
+  """Both lanes of many parts, `[parts, 2]`, in a single loop.
 
-  A loop for each would be half of what a first checkpoint takes.
+  To compile one for each would hold up the first checkpoint.
   """
   owners = np.repeat(np.arange(len(bits)), [part.size for part in bits])
   terms = _terms(

@@ -55,7 +55,7 @@ def test_a_state_goes_from_mesh_to_mesh(open_checkpoints, tmp_path):
   checkpoints = open_checkpoints()
   state = original = _random_state(_target((8, 1, 1)))
   assert len(jax.tree.leaves(state)) > 80
-  for step, sizes in enumerate([(2, 2, 2), (1, 1, 1), (1, 4, 1)]):
+  for step, sizes in enumerate([(2, 2, 2), (1, 1, 1)]):
     checkpoints.save(step, state, {'position': step})
     checkpoints.wait()
     target = _target(sizes)
@@ -63,6 +63,7 @@ def test_a_state_goes_from_mesh_to_mesh(open_checkpoints, tmp_path):
     assert (restored.step, restored.metadata) == (step, {'position': step})
     _assert_restored(restored.state, original, target)
     state = restored.state
-    assert _digests(tmp_path, step) == _digests(tmp_path, 0)
-  params = checkpoint.restore_params(str(tmp_path), target.params, pytest.fail)
-  _assert_restored(params, original.params, target.params)
+  assert _digests(tmp_path, 1) == _digests(tmp_path, 0)
+  target = _target((1, 4, 1)).params
+  params = checkpoint.restore_params(str(tmp_path), target, pytest.fail)
+  _assert_restored(params, original.params, target)
