@@ -130,7 +130,9 @@ def _run_steps(
     while step < steps and not stopping:
       profiler.before(step)
       position, batch = next(batches)
-      state, metrics = run_step(state, batch, stop_flags[bool(job.stop)])
+      # After a failed write all go on to `save`, which raises on all of them.
+      stop = bool(job.stop) or checkpoints.failed
+      state, metrics = run_step(state, batch, stop_flags[stop])
       step += 1
       is_last = step == steps
       validation = None
