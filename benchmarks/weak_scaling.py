@@ -60,6 +60,7 @@ def _tokens_per_s(flags: argparse.Namespace, processes: int) -> float:
         *(f'--workdir={workdir}/run', f'--processes={processes}'),
         f'--config.train.batch_size={flags.rows * processes}',
         f'--config.train.steps={flags.steps}',
+        '--config.optimizer.warmup_steps=0',
         '--config.evaluate.every=0',
         '--config.checkpoint.every=100000',
         '--config.log.tensorboard=False',

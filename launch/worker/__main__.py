@@ -16,6 +16,7 @@ import jax
 
 from launch.control.protocol import EventKind
 from launch.control.protocol import ExitCode
+from launch.worker import agreement
 from launch.worker import checkpoint
 from launch.worker import closing
 from launch.worker import durable
@@ -107,7 +108,7 @@ def _run(
   with contextlib.closing(checkpoints):
     trained = loop.train(job)
   closing.sample(job, trained)
-  if processes.is_first():
+  if agreement.is_first():
     closing.summarize(job, trained)
   processes.leave()
 
@@ -139,7 +140,7 @@ def _prepare_data(
       report,
       lambda text: reporter.send(EventKind.MESSAGE, text=text),
     )
-    if processes.is_first():
+    if agreement.is_first():
       _bind_data(workdir, data)
   return data
 

@@ -32,7 +32,7 @@ _barriers = itertools.count()
 
 
 def is_first() -> bool:
-  """Whether this is the process that decides for all."""
+  """Whether this is the process that decides, and writes what users read."""
   return jax.process_index() == 0
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from jaxllm import generate as generate_lib
 from launch.control.protocol import EventKind
+from launch.worker import agreement
 from launch.worker import durable
 from launch.worker import loop
 from launch.worker import outcome
-from launch.worker import processes
 
 
 def sample(job: loop.Job, trained: loop.Trained) -> None:
@@ -53,7 +53,7 @@ def sample(job: loop.Job, trained: loop.Trained) -> None:
         out_shardings=whole,
       )(trained.params)
     )
-  if not processes.is_first():
+  if not agreement.is_first():
     return
   job.reporter.send(EventKind.PROGRESS, done=len(options.prompts))
   texts = []

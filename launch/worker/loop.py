@@ -23,6 +23,7 @@ from jaxllm.model import decoder
 from jaxllm.train import objectives
 from jaxllm.train import step as step_lib
 from launch.control.protocol import EventKind
+from launch.worker import agreement
 from launch.worker import checkpoint
 from launch.worker import outcome
 from launch.worker import processes
@@ -191,7 +192,7 @@ def _recorder(
   job: Job, program: program_lib.Program, step: int
 ) -> recorder.Recorder | recorder.Follower:
   """The first process writes records, the others follow them."""
-  if not processes.is_first():
+  if not agreement.is_first():
     return recorder.Follower()
   settings = job.settings
   flops = decoder.flops_per_token(settings.model, settings.data.sequence_length)

@@ -13,6 +13,7 @@ import jax
 from jax._src import distributed
 import numpy as np
 
+from launch.worker import agreement
 from launch.worker import outcome
 
 # How often a process that waits for the first one looks.
@@ -56,11 +57,6 @@ def leave() -> None:
     jax.distributed.shutdown()
 
 
-def is_first() -> bool:
-  """Whether this is the process that writes logs, plots and samples."""
-  return jax.process_index() == 0
-
-
 def wait_for_all(name: str, timeout_s: float) -> None:
   """Returns when every process has come here.
 
@@ -91,12 +87,12 @@ def first_one_first(name: str, stop: Any) -> Iterator[None]:
     outcome.Preempted: a stop was requested meanwhile.
   """
   client, key = distributed.global_state.client, f'jaxllm/{name}'
-  while not is_first() and not _is_set(client, key):
+  while not agreement.is_first() and not _is_set(client, key):
     if stop:
       raise outcome.Preempted(f'stopped while waiting for {name}')
     time.sleep(_POLL_S)
   yield
-  if is_first() and jax.process_count() > 1:
+  if agreement.is_first() and jax.process_count() > 1:
     client.key_value_set(key, 'done')
 
 

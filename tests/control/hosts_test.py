@@ -18,6 +18,12 @@ from tests.control import conftest
 Kind = protocol.EventKind
 ExitCode = protocol.ExitCode
 
+_FIRST_LIFE_WAITS = """
+if life == 1:
+  sender.send(Kind.MESSAGE, text='ready')
+  wait_for_stop(60)
+  sys.exit(13)
+"""
 _WAIT_FOR_STOP = """
 sender.send(Kind.MESSAGE, text='ready')
 wait_for_stop(60)
@@ -175,12 +181,7 @@ if life == 1:
 
 def test_a_standby_takes_the_place_of_a_host_that_died(hosts):
   run = hosts(
-    """
-if life == 1:
-  sender.send(Kind.MESSAGE, text='ready')
-  wait_for_stop(60)
-  sys.exit(13)
-""",
+    _FIRST_LIFE_WAITS,
     2,
     '--config.launch.heartbeat_timeout_s=2',
   )
@@ -268,12 +269,7 @@ if life == 2:
 
 def test_members_of_a_launcher_that_died_join_its_successor(hosts):
   run = hosts(
-    """
-if life == 1:
-  sender.send(Kind.MESSAGE, text='ready')
-  wait_for_stop(60)
-  sys.exit(13)
-""",
+    _FIRST_LIFE_WAITS,
     2,
   )
   run.start('--host=0')
@@ -291,12 +287,7 @@ if life == 1:
 
 def test_a_launcher_that_was_killed_may_be_started_again_at_once(hosts):
   run = hosts(
-    """
-if life == 1:
-  sender.send(Kind.MESSAGE, text='ready')
-  wait_for_stop(60)
-  sys.exit(13)
-""",
+    _FIRST_LIFE_WAITS,
     2,
     '--config.launch.heartbeat_timeout_s=3',
   )

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxllm import sharding
+from launch.worker import agreement
 from launch.worker import processes
 from launch.worker import program
 
@@ -34,5 +35,5 @@ def test_one_process_waits_for_nobody():
   processes.join(0, 1, '', '', 0.0)
   processes.wait_for_all('here', 0.0)
   with processes.first_one_first('here', stop=False):
-    assert processes.is_first()
+    assert agreement.is_first()
   processes.leave()
