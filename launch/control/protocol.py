@@ -7,15 +7,26 @@ What `data` holds, by kind (further keys are allowed, a reader ignores those it
 does not know):
 
   RUN_STARTED         launcher_pid, num_cores
+  CONTROLLER_STARTED  pid: of a controller that goes on with the launch of one
+                      that died
   HOST_JOINED         place ('host 2' or 'standby ...'), processes, where
   HOST_LOST           place, text
-  WORKER_STARTED      attempt, process, processes, pid
+  WORKER_STARTED      attempt, process, processes, pid; optional how: 'fresh',
+                      'spare' or 'in place'
+  WORKER_WAITING      attempt, process, text: it lost the others, dropped its
+                      devices, and may join the next attempt as it is
+  HEARTBEAT           attempt, process, dispatched: the last step that it has
+                      handed to its devices
   PHASE               name, total, unit, start: a new progress bar begins
-  PROGRESS            done; optional numbers such as loss, tokens_per_s
+  PROGRESS            done; optional numbers such as loss, tokens_per_s, step_s,
+                      and stall_s: seconds in which the step waited for a
+                      checkpoint
   MESSAGE, WARNING    text: one line for the user
-  RESTORED            step is the step that training continues from
+  RESTORED            step is the step that training continues from; optional
+                      source: 'memory', 'peer' or 'disk'
   CHECKPOINT_SAVED    step is the step that was saved
   CHECKPOINT_DROPPED  optional text: why a saved step is not used
+  ANOMALY             name, text: a number that is not as it should be
   REPLAY_MISMATCH     optional text: how a repeated step logged another value
   ERROR               process, text (one line), exit_code, traceback ('' if
                       none)
@@ -74,9 +85,12 @@ class EventKind(enum.StrEnum):
   """What an event tells; the payload of each is in the module docstring."""
 
   RUN_STARTED = 'run_started'
+  CONTROLLER_STARTED = 'controller_started'
   HOST_JOINED = 'host_joined'
   HOST_LOST = 'host_lost'
   WORKER_STARTED = 'worker_started'
+  WORKER_WAITING = 'worker_waiting'
+  HEARTBEAT = 'heartbeat'
   PHASE = 'phase'
   PROGRESS = 'progress'
   MESSAGE = 'message'
@@ -84,6 +98,7 @@ class EventKind(enum.StrEnum):
   RESTORED = 'restored'
   CHECKPOINT_SAVED = 'checkpoint_saved'
   CHECKPOINT_DROPPED = 'checkpoint_dropped'
+  ANOMALY = 'anomaly'
   REPLAY_MISMATCH = 'replay_mismatch'
   ERROR = 'error'
   WORKER_EXITED = 'worker_exited'
@@ -212,7 +227,11 @@ _PAYLOADS = {
   },
   EventKind.HOST_JOINED: {'place': str, 'processes': int, 'where': str},
   EventKind.HOST_LOST: {'place': str, 'text': str},
+  EventKind.CONTROLLER_STARTED: {'pid': int},
   EventKind.WORKER_STARTED: {'attempt': int, 'process': int, 'processes': int},
+  EventKind.WORKER_WAITING: {'attempt': int, 'process': int, 'text': str},
+  EventKind.HEARTBEAT: {'attempt': int, 'process': int, 'dispatched': int},
+  EventKind.ANOMALY: {'name': str, 'text': str},
   EventKind.WORKER_EXITED: {
     'attempt': int,
     'process': int,
